@@ -16,6 +16,9 @@ from .dispatch.registration import register_sharding
 from .dispatch.strictness import strict
 from .errors import (
     AgreementError,
+    ArgumentError,
+    ArgumentTypeError,
+    CallOrderError,
     CheckpointError,
     InvalidInputError,
     MeshError,
@@ -29,6 +32,7 @@ from .errors import (
     ReplicaError,
     ShardingError,
     StrictError,
+    UnsupportedError,
 )
 from .interop.export import export
 from .layout.placements import Partial, Placement, Replicate, Shard
@@ -88,6 +92,9 @@ record_if_asked()
 __all__ = [
     "Activation",
     "AgreementError",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "CallOrderError",
     "CheckpointError",
     "Checkpoints",
     "DTensor",
@@ -110,6 +117,7 @@ __all__ = [
     "Shard",
     "ShardingError",
     "StrictError",
+    "UnsupportedError",
     "Watch",
     "distribute_model",
     "distribute_module",

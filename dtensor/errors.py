@@ -1,14 +1,36 @@
 """The exceptions that users of the library can see.
 
-Each message states what was given, why it does not work, and what to write instead. It is written where the error is
-raised: of `MixedTensorError` in `dtensor.dispatch.plain_operands`, of `PlacementError` in `dtensor.layout.placements`,
-of `MisfitError` in `dtensor.parallel.checks.size_misfit`, of `AgreementError` in `dtensor.comm.agreement`, of
-`CheckpointError` in `dtensor.state`, and of `ReplicaError` in `dtensor.runs.watching.differences`.
+Each message states what was given, why it does not work, and what to write instead, and is the same on all ranks
+(`shown`); `tests/mistakes` has what they say. It is written where the error is raised: of `MixedTensorError` in
+`dtensor.dispatch.plain_operands`, of `PlacementError` in `dtensor.layout.placements`, of `MisfitError` in
+`dtensor.parallel.checks.size_misfit`, of `AgreementError` in `dtensor.comm.agreement`, of `CheckpointError` in
+`dtensor.state`, and of `ReplicaError` in `dtensor.runs.watching.differences`.
 """
+
+from typing import Any
+
+LONGEST = 100
+"""As many characters of a value a message quotes."""
 
 
 class ShardingError(RuntimeError):
     """A distributed operation cannot be carried out as requested. Base class of the exceptions below."""
+
+
+class ArgumentError(ShardingError, ValueError):
+    """A call was given something that it cannot take. The message names the argument and what to write instead."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument is of a type that the call cannot take, such as a class where an instance belongs."""
+
+
+class CallOrderError(ShardingError):
+    """A call comes twice, or too early or too late: a model is parallelized a second time, or a recorder is in use."""
+
+
+class UnsupportedError(ShardingError, NotImplementedError):
+    """What was asked for makes sense, but the library does not do it."""
 
 
 class MeshError(ShardingError):
@@ -23,22 +45,19 @@ class MixedTensorError(ShardingError):
     """One operation received both a plain tensor and a DTensor."""
 
 
-class PlacementError(ShardingError, ValueError):
+class PlacementError(ArgumentError):
     """Placements do not fit the mesh or the tensor."""
 
 
 class MisfitError(ShardingError):
-    """The code of a model does not work with the plan that it was parallelized by.
-
-    Raised in eager mode. While a graph is traced, torch's own error carries the same text.
-    """
+    """The code of a model does not work with the plan that it was parallelized by."""
 
 
-class OperatorError(ShardingError, NotImplementedError):
+class OperatorError(UnsupportedError):
     """An operator cannot run on these DTensors."""
 
 
-class StrictReason(ShardingError):
+class StrictError(ShardingError):
     """Under `dtensor.strict()`, an operator would do something that the user did not write.
 
     Attributes:
@@ -50,17 +69,6 @@ class StrictReason(ShardingError):
         super().__init__(message)
         self.reason = reason
         self.axes = axes
-
-
-class StrictError(StrictReason, OperatorError):
-    """A violation of strict mode in eager code."""
-
-
-class StrictTraceError(StrictReason):
-    """A violation of strict mode while a graph is traced.
-
-    Not an `OperatorError`: on a NotImplementedError, Dynamo would skip the function and run it uncompiled.
-    """
 
 
 class PassError(ShardingError):
@@ -93,8 +101,26 @@ class ReplicaError(ShardingError):
     """
 
 
+def shown(x: Any) -> str:
+    """`x` in a message: short, and the same on every rank, so without values of tensors and addresses."""
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"a {type(x).__name__} of shape {list(x.shape)}"
+    if type(x) in (list, tuple, set) and len(x) < 4:
+        inside = ", ".join(map(shown, x)) + ("," if type(x) is tuple and len(x) == 1 else "")
+        return f"[{inside}]" if type(x) is list else f"({inside})" if type(x) is tuple else f"{{{inside}}}"
+    if callable(x) and hasattr(x, "__qualname__"):
+        return f"the function {x.__qualname__}"
+    said = repr(x)
+    return said if len(said) < LONGEST and "\n" not in said and " at 0x" not in said else f"a {type(x).__name__}"
+
+
 __all__ = [
     "AgreementError",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "CallOrderError",
     "CheckpointError",
     "InvalidInputError",
     "MeshError",
@@ -108,6 +134,6 @@ __all__ = [
     "ReplicaError",
     "ShardingError",
     "StrictError",
-    "StrictReason",
-    "StrictTraceError",
+    "UnsupportedError",
+    "shown",
 ]

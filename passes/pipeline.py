@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import fx
 
-from dtensor.errors import InvalidInputError, PassError
+from dtensor.errors import ArgumentError, InvalidInputError, PassError
 from dtensor.mesh.stages import Stage
 
 from .algebra.add_before_reduce import AddBeforeReduce
@@ -174,7 +174,7 @@ def _checked(name: str, known: Iterable[str]) -> str:
         return name
     near = get_close_matches(name, names, n=1)
     advice = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(names)}"
-    raise ValueError(f"there is no pass {name!r}; {advice}")
+    raise ArgumentError(f"there is no pass {name!r}; {advice}")
 
 
 def run(

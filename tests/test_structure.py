@@ -154,6 +154,27 @@ def test_a_listing_is_read_at_a_glance(folder):
     assert ast.get_docstring(parsed(folder / "__init__.py")), f"{name} does not say what it is for"
 
 
+PYTHONS = {
+    "dtensor.compile.packages.identities": "caught where a package is written",
+    "dtensor.mesh.links": "part of the error about the file",
+    "dtensor.parallel.whole_model.plan": "part of the error about the file",
+    "dtensor.passes.graph.simulate": "what a simulated rank would raise",
+    "dtensor.runs.records.storage": "part of the error about the file",
+    "dtensor.state.index": "part of the error about the file",
+    "dtensor.tensor.composite_operators": "what one device raises",
+}
+"""Modules that raise errors of Python's own classes -> why. All others raise those of `dtensor.errors`."""
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_errors_are_of_one_tree(name):
+    builtin = {"ValueError", "TypeError", "RuntimeError", "NotImplementedError", "KeyError", "FileNotFoundError"}
+    raised = [n.exc for n in ast.walk(ast.parse(MODULES[name].read_text())) if isinstance(n, ast.Raise)]
+    classes = [x.func if isinstance(x, ast.Call) else x for x in raised]
+    found = {x.id for x in classes if isinstance(x, ast.Name)} & builtin
+    assert not found or name in PYTHONS, f"{name} raises {found}; write a class of dtensor.errors"
+
+
 UNTESTED = {"errors", "torch_private", "__main__", "pipeline", "families", "estimates"}
 """Rooms that have no folder of tests: files, and what the tests of those above show."""
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from dtensor.dispatch.strictness import strict
 from dtensor.dispatch.view_copies import lose, root
+from dtensor.errors import ArgumentError
 from dtensor.mesh.job import explain, failure_told
 from dtensor.mesh.provenance import keeps_specs
 from dtensor.tensor.compile_hooks import PARTITIONER, chained, others_partitioner
@@ -59,12 +60,12 @@ def backend(
 
     Raises:
         ValueError, TypeError: unknown or invalid options.
-        StrictTraceError: with the option `strict`, an operator would communicate implicitly.
+        StrictError: with the option `strict`, an operator would communicate implicitly.
         PassError: a pass left an invalid graph or, with the option `verify`, changed what it computes.
     """
     chosen = Options.of(options).at_level()
     if mode is not None:
-        raise ValueError(f"backend 'dtensor' takes no mode, got {mode!r}; write options={{...}}")
+        raise ArgumentError(f"backend 'dtensor' takes no mode, got {mode!r}; write options={{...}}")
     return _entered(gm, example_inputs, chosen)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
+from dtensor.errors import ArgumentError, ArgumentTypeError
 from dtensor.mesh import environment
 from dtensor.passes import PIPELINE, Raise
 
@@ -86,10 +87,10 @@ class Options:
         """
         known = [f.name for f in fields(Options)]
         if given is not None and not isinstance(given, Mapping):
-            raise TypeError(f"options of backend 'dtensor' are a dict; got {given!r}")
+            raise ArgumentTypeError(f"options of backend 'dtensor' are a dict; got {given!r}")
         for name in given or {}:
             if name not in known:
-                raise ValueError(f"unknown option {name!r} of backend 'dtensor'{_nearest(name, known)}")
+                raise ArgumentError(f"unknown option {name!r} of backend 'dtensor'{_nearest(name, known)}")
         return _checked(dict(given or {}), lambda name: f"option {name!r}")
 
     @staticmethod
@@ -116,17 +117,17 @@ def _checked(given: dict[str, Any], called: Callable[[str], str]) -> Options:
 
 def _inner(option: str, given: Any) -> str:
     if given not in INNER:
-        raise ValueError(f"unknown inner compiler {given!r}{_nearest(str(given), INNER)}")
+        raise ArgumentError(f"unknown inner compiler {given!r}{_nearest(str(given), INNER)}")
     return given
 
 
 def _names(option: str, given: Any) -> tuple[str, ...]:
     if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(n, str) for n in given):
-        raise TypeError(f"{option} is a list of pass names, got {given!r}")
+        raise ArgumentTypeError(f"{option} is a list of pass names, got {given!r}")
     known = [p.name for p in PIPELINE]
     for name in given:
         if name not in known:
-            raise ValueError(f"unknown pass {name!r} in {option}{_nearest(name, known)}")
+            raise ArgumentError(f"unknown pass {name!r} in {option}{_nearest(name, known)}")
     return tuple(given)
 
 
@@ -136,7 +137,7 @@ def _names_or_none(option: str, given: Any) -> tuple[str, ...] | None:
 
 def _switch(option: str, given: Any) -> bool:
     if not isinstance(given, bool):
-        raise TypeError(f"{option} is True or False, got {given!r}")
+        raise ArgumentTypeError(f"{option} is True or False, got {given!r}")
     return given
 
 
@@ -144,24 +145,24 @@ def _folder(option: str, given: Any) -> str | None:
     if given is None:
         return None
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
-        raise TypeError(f"{option} is the path of a folder or None, got {given!r}")
+        raise ArgumentTypeError(f"{option} is the path of a folder or None, got {given!r}")
     path = os.path.abspath(os.fspath(given))
     if os.path.exists(path) and not os.path.isdir(path):
-        raise ValueError(f"{option} is the path of a folder, but {path} is a file; write another path")
+        raise ArgumentError(f"{option} is the path of a folder, but {path} is a file; write another path")
     return path
 
 
 def _bytes_or_none(option: str, given: Any) -> int | None:
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-        raise TypeError(f"{option} is a number of bytes or None, got {given!r}")
+        raise ArgumentTypeError(f"{option} is a number of bytes or None, got {given!r}")
     return given
 
 
 def _parts(option: str, given: Any) -> int:
     if isinstance(given, bool) or not isinstance(given, int):
-        raise TypeError(f"{option} is a number of microbatches, got {given!r}")
+        raise ArgumentTypeError(f"{option} is a number of microbatches, got {given!r}")
     if given < 1:
-        raise ValueError(f"{option} is a number of microbatches, got {given}; write 1 to leave it unsplit, or more")
+        raise ArgumentError(f"{option} is a number of microbatches, got {given}; write 1 to leave it unsplit, or more")
     return given
 
 

@@ -22,6 +22,7 @@ from torch import fx
 from dtensor.errors import PassError
 from dtensor.mesh.groups import group_ranks, group_size
 from dtensor.mesh.mesh import known_meshes, partitions
+from dtensor.mesh.source_lines import users_level
 from dtensor.passes import Simulation
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.simulate import Partition
@@ -44,7 +45,9 @@ def simulation(graph: fx.Graph, where: str) -> Simulation | None:
     try:
         return simulated(graph)
     except NotReplayed as reason:
-        warnings.warn(f"verify=True, but the {where} graph is not replayed on simulated ranks: {reason}", stacklevel=2)
+        warnings.warn(
+            f"verify=True, but the {where} graph is not replayed on simulated ranks: {reason}", stacklevel=users_level()
+        )
         return None
 
 

@@ -15,6 +15,7 @@ from torch import fx
 
 from dtensor import passes
 from dtensor.errors import InvalidInputError
+from dtensor.mesh.source_lines import users_level
 from dtensor.mesh.stages import Stage
 from dtensor.passes import PREPARE, SIMPLIFY, CommonSubexpressions, Pass, Raise, Regather, Schedule, SplitBatch
 from dtensor.passes.graph import ir
@@ -150,7 +151,8 @@ def _run(
     except InvalidInputError as error:
         # The passes did not cause this, and it is no reason to refuse the model: run them unverified, with a warning.
         warnings.warn(
-            f"the {where} graph is invalid before any pass, so the passes run unverified: {error}", stacklevel=2
+            f"the {where} graph is invalid before any pass, so the passes run unverified: {error}",
+            stacklevel=users_level(),
         )
         done = run(graph, verify=False)
     if within:

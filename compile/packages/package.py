@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dtensor.errors import PackageError
+from dtensor.errors import CallOrderError, PackageError
 from dtensor.mesh import environment
 from dtensor.mesh.mesh import init_device_mesh
 from dtensor.mesh.stages import Stage
@@ -89,7 +89,7 @@ def package(
         OSError: the file cannot be written.
     """
     if dist.is_initialized():
-        raise RuntimeError(
+        raise CallOrderError(
             "package makes process groups of its own, and this process has some already; call it before "
             "init_process_group, or write with dtensor.compile.packaging(path) in the job"
         )

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dtensor.errors import ShardingError
+from dtensor.errors import ArgumentError, ShardingError
 from dtensor.layout.chunks import Lengths, uneven_noted
 from dtensor.mesh import environment
 from dtensor.mesh.job import Job, job
@@ -295,7 +295,7 @@ def _limit() -> float:
     try:
         return float(given) if given else PATIENCE
     except ValueError:
-        raise ValueError(f"the environment variable {LIMIT} is {given!r}; write a number of seconds") from None
+        raise ArgumentError(f"the environment variable {LIMIT} is {given!r}; write a number of seconds") from None
 
 
 sharing: Sharing = Sharing()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 
+from dtensor.errors import ArgumentError
 from dtensor.mesh import mesh as meshes
 from dtensor.torch_private.core import fake_store, played_by_fakes
 
@@ -68,7 +69,7 @@ def imagined(sizes: Mapping[str, int], *, as_backend: bool = False) -> Iterator[
         names = options.get("mesh_dim_names") or ()
         shape = tuple([sizes.get(name, n) for name, n in zip(names, mesh_shape)]) if names else tuple(mesh_shape)
         if not set(names) & set(sizes) or math.prod(shape) > world:
-            raise ValueError(
+            raise ArgumentError(
                 f"the program makes a mesh {dict(zip(names, shape)) or shape}, which does not fit {dict(sizes)}; "
                 "write mesh_dim_names with the names that --mesh gives sizes to"
             )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dtensor.errors import ArgumentError
 from dtensor.passes.graph.text import REMARK
 
 from .reading import read_manifest
@@ -32,9 +33,9 @@ def differences(a: Path, b: Path) -> Iterator[str]:
     """
     for path in (a, b):
         if not path.exists():
-            raise FileNotFoundError(f"there is no {path}")
+            raise ArgumentError(f"there is no {path}; give two files or two folders of dumps")
     if a.is_dir() != b.is_dir():
-        raise ValueError(f"{a} and {b} are a file and a folder; give two files or two folders")
+        raise ArgumentError(f"{a} and {b} are a file and a folder; give two files or two folders")
     if not a.is_dir():
         yield from _of_files(a, b, a.name, b.name)
         return

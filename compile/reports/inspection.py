@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dtensor.errors import ArgumentError
 from dtensor.mesh.files import write_whole
 from dtensor.torch_private.compiling import symbolic_sizes
 
@@ -62,11 +63,13 @@ def clear(folder: Path, rank: int) -> None:
         ValueError: the folder holds something that is not part of a dump.
     """
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; write the folder of a dump")
+        raise ArgumentError(f"{folder} is a file; write the folder of a dump")
     kinds = list(folder.iterdir()) if folder.exists() else []
     strange = [p.name for p in kinds if not p.name.startswith("rank") and p.name != "index.html"]
     if strange:
-        raise ValueError(f"{folder} holds {strange[0]}, which is not part of a dump; write another or an empty folder")
+        raise ArgumentError(
+            f"{folder} holds {strange[0]}, which is not part of a dump; write another or an empty folder"
+        )
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for path in kinds:
         if path.name == f"rank{rank}" or (rank == 0 and not path.is_dir()):

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dtensor.errors import ArgumentError
+
 from .reading import communicating, read
 
 HEAD = "# dtensor lock 1: what a program communicates; `dtensor check --write` makes it anew"
@@ -86,12 +88,12 @@ def _first(root: Path) -> list[dict[str, Any]]:
 def _read(lock: Path) -> Counter[str]:
     lines = lock.read_text(encoding="utf-8").splitlines()
     if lines[:1] != [HEAD]:
-        raise ValueError(f"{lock} is not a communication lock; write one with `dtensor check --write {lock} SCRIPT`")
+        raise ArgumentError(f"{lock} is not a communication lock; write one with `dtensor check --write {lock} SCRIPT`")
     counts = Counter[str]()
     for text in filter(None, lines[1:]):
         m = LINE.fullmatch(text)
         if m is None:
-            raise ValueError(f"{lock} is damaged at {text!r}; rewrite it with `dtensor check --write`")
+            raise ArgumentError(f"{lock} is damaged at {text!r}; rewrite it with `dtensor check --write`")
         counts[m[2]] += int(m[1])
     return counts
 

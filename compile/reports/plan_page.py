@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dtensor.errors import ArgumentError
 from dtensor.mesh.files import write_whole
 from dtensor.parallel.whole_model.plan import Plan
 from dtensor.parallel.whole_model.prediction import Prediction, amount, duration, summary
@@ -31,7 +32,7 @@ def page(plan: Plan, title: str = "A plan") -> str:
     """
     p = plan.prediction
     if p is None:
-        raise ValueError("nothing is predicted of this plan; dtensor.predict does that")
+        raise ArgumentError("nothing is predicted of this plan; dtensor.predict does that")
     others = [("others", "Other plans", _plans(p, {FOUND: (p.seconds, p.memory), **p.others}))]
     if p.what_if:
         others.append(("otherwise", "The best plan, if things were otherwise", _plans(p, p.what_if)))

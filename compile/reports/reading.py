@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dtensor.errors import ArgumentError
+
 from .measured import FILE, FORMAT, attach
 
 RANK = re.compile(r"rank(\d+)")
@@ -36,7 +38,9 @@ def read(root: Path) -> list[Dumped]:
     """
     ranks = {int(m[1]): path for path in root.glob("rank*") if (m := RANK.fullmatch(path.name))}
     if not ranks:
-        raise ValueError(f"{root} holds no dump; write one with `dtensor inspect SCRIPT` or options={{'dump': folder}}")
+        raise ArgumentError(
+            f"{root} holds no dump; write one with `dtensor inspect SCRIPT` or options={{'dump': folder}}"
+        )
     frames = [_frame(rank, path) for rank in sorted(ranks) for path in sorted(ranks[rank].iterdir()) if path.is_dir()]
     for rank, path in ranks.items():
         if (path / FILE).exists():
@@ -49,9 +53,9 @@ def _measured(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); measure again") from error
+        raise ArgumentError(f"{file} is damaged ({error}); measure again") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"{file} is no file of measured times; remove it, or measure again")
+        raise ArgumentError(f"{file} is no file of measured times; remove it, or measure again")
     return found
 
 
@@ -69,9 +73,9 @@ def read_manifest(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); dump again") from error
+        raise ArgumentError(f"{file} is damaged ({error}); dump again") from error
     if not isinstance(found, dict) or not isinstance(found.get("collectives"), list):
-        raise ValueError(f"{file} is not the manifest of a frame: it lists no collectives; dump again")
+        raise ArgumentError(f"{file} is not the manifest of a frame: it lists no collectives; dump again")
     return found
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from dtensor.errors import ArgumentError
+
 from ..recording.frames import Frame, recent_frames
 from ..recording.manifest import manifest
 from .reading import Dumped
@@ -68,7 +70,7 @@ def report(model: nn.Module | Callable[..., Any] | None = None) -> Report:
     if not found:
         frames = frames_of(None)
         known = ", ".join(sorted({f"{f.name} ({Path(f.file).name}:{f.line})" for f in frames})) or "nothing"
-        raise ValueError(
+        raise ArgumentError(
             f"no graph of {_called(model)} went through the passes in this process; these did: {known}. Run it once "
             "first, give the function that is compiled, or look at a dump: code from a cache skips the passes"
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import MeshError, PlacementError, ShardingError
+from ..errors import ArgumentError, ArgumentTypeError, MeshError, PlacementError, ShardingError, shown
 from ..layout.placements import Placement
 from ..mesh.mesh import facts
 from ..mesh.provenance import note_alike
@@ -43,11 +43,20 @@ def mesh_of(device_mesh: Any) -> Any:
     if device_mesh is None:
         return current_mesh()
     if not hasattr(device_mesh, "device_type"):
+        given = device_mesh if isinstance(device_mesh, (list, tuple)) else [device_mesh]
+        places = all(isinstance(p, Placement) for p in given) and given
         raise MeshError(
-            f"device_mesh must be a mesh as made by dtensor.init_device_mesh(device_type, sizes); got {device_mesh!r}; "
-            f'write for example init_device_mesh("cpu", ({dist.get_world_size() if dist.is_initialized() else 2},))'
+            f"device_mesh must be a mesh as made by dtensor.init_device_mesh(device_type, sizes); got "
+            f"{shown(device_mesh)}; "
+            + (f"write placements={list(given)!r}, the mesh comes before them" if places else _a_mesh(device_mesh))
         )
     return device_mesh
+
+
+def _a_mesh(given: Any) -> str:
+    if isinstance(given, (dict, torch.nn.Module)):
+        return "the mesh comes second, write (model, device_mesh, plan)"
+    return f'write for example init_device_mesh("cpu", ({dist.get_world_size() if dist.is_initialized() else 2},))'
 
 
 def is_tracing(out: Any) -> bool:
@@ -163,7 +172,7 @@ def _broadcast(x: torch.Tensor, group: Any, source: int) -> None:
 def check_source(mesh: Any, src_data_rank: int | None) -> None:
     """Raise ValueError if a mesh axis has no rank `src_data_rank`."""
     if src_data_rank is not None and src_data_rank not in range(min(mesh.shape)):
-        raise ValueError(
+        raise ArgumentError(
             f"src_data_rank must be a rank along each mesh axis, here 0 to {min(mesh.shape) - 1}; got {src_data_rank!r}"
         )
 
@@ -196,7 +205,9 @@ def check_module(name: str, module: Any) -> None:
         PlacementError: a parameter or buffer is a DTensor of torch.
     """
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"{name} takes an nn.Module; got {module!r}")
+        made = isinstance(module, type) and issubclass(module, torch.nn.Module)
+        fix = f"write {module.__name__}(...)" if made else f"the module comes first, {name}(model, mesh, ...)"
+        raise ArgumentTypeError(f"{name} takes an nn.Module; got {shown(module)}, {fix}")
     refuse_torchs(name, module)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import PlacementError
+from ..errors import ArgumentTypeError, PlacementError
 from ..layout.layout import Layout
 from ..layout.placements import Placement
 from ..layout.planner import Plan, Prefer, Step, plan
@@ -160,9 +160,11 @@ def check_dtypes(forward: Any, backward: Any) -> None:
     """Raise TypeError unless values and gradients can be cast to these dtypes."""
     for name, given in (("forward_dtype", forward), ("backward_dtype", backward)):
         if given is not None and not isinstance(given, torch.dtype):
-            raise TypeError(f"{name} must be a torch.dtype or None; got {given!r}, write for example torch.bfloat16")
+            raise ArgumentTypeError(
+                f"{name} must be a torch.dtype or None; got {given!r}, write for example torch.bfloat16"
+            )
     if backward is not None and not (backward.is_floating_point or backward.is_complex):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"backward_dtype must be a dtype that a gradient can have; got {backward}, write for example torch.bfloat16"
         )
 

@@ -44,10 +44,12 @@ from ..torch_private.core import (
     detect_fake_mode,
     disable_current_modes,
     is_in_graph,
+    real_object,
     tree_leaves,
     tree_map,
     without_frame,
 )
+from ..torch_private.own_errors import without_torch
 from .empty_ranks import is_empty_somewhere, require_parts
 from .fallback import fell_back
 from .global_view import check_global
@@ -396,7 +398,8 @@ def check_operands(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
                 operands.append(item._spec)
                 if item._spec.mesh != operands[0].mesh:
                     raise MeshError(
-                        f"{func}: argument '{name}' lives on {item._spec.mesh} but another one on {operands[0].mesh}; "
+                        f"{func}: argument '{name}' lives on {real_object(item._spec.mesh)} but another one on "
+                        f"{real_object(operands[0].mesh)}; "
                         "write x.redistribute(device_mesh, placements) to bring one of them to the other's mesh"
                     )
             elif isinstance(item, torch.Tensor):
@@ -451,7 +454,7 @@ def _outputs(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         s = t._spec
         return torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=t._local_tensor.device)
 
-    with disable_current_modes(), mode or _fake.mode, torch.no_grad():
+    with without_torch(), disable_current_modes(), mode or _fake.mode, torch.no_grad():
         given = mapped(args, fake), {k: mapped(v, fake) for k, v in kwargs.items()}
         run: Any = SHAPES.get(func._schema.name, func)
         made = run(*given[0], **given[1])

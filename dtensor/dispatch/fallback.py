@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 
+from ..mesh.source_lines import users_level
 from ..torch_private.core import OpOverload
 
 _counts: Counter[str] = Counter()
@@ -43,8 +44,9 @@ def fell_back(func: OpOverload) -> None:
         _warned.add(str(func))
     if first:
         warnings.warn(
-            f"{func} has no sharding rule: its arguments are gathered and it runs on every rank",
-            stacklevel=3,
+            f"{func} has no sharding rule: its arguments are gathered and it runs on every rank; give it one with "
+            "dtensor.register_sharding",
+            stacklevel=users_level(),
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..comm.redistribute import redistribute_local
-from ..errors import OperatorError, ShardingError, StrictReason
+from ..errors import OperatorError, ShardingError, StrictError
 from ..layout.layout import Layout
 from ..mesh.tensor_spec import Spec
 from ..rules import Output, needs_whole, rule_of
@@ -105,7 +105,7 @@ def _blamed(run: Callable[..., Any]) -> Callable[..., Any]:
     def named(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return run(func, args, kwargs)
-        except StrictReason as error:
+        except StrictError as error:
             raise strictness.within(func, named_operands(func, args, kwargs), error) from error
 
     return named

@@ -97,7 +97,7 @@ def check_invariant(func: Any, name: str, x: torch.Tensor) -> None:
         raise MixedTensorError(
             f"{func}: argument '{name}' is a plain tensor of shape {list(x.shape)}{reason}, other arguments are "
             "DTensors; write distribute_tensor(x, device_mesh, placements) for a global tensor, or "
-            f"DTensor.from_local(x, device_mesh, placements) for a local one{region}{_advice()}"
+            f"DTensor.from_local(x, device_mesh, placements) for a local one{region}{_advice(x)}"
         )
 
 
@@ -105,13 +105,24 @@ advice: list[str] = []
 """What the error adds, by whoever makes DTensors that users meet outside of the code that is made for them."""
 
 CLIPPING = Path(torch.nn.utils.clip_grad.__file__)
+OPTIMIZERS = Path(torch.optim.__file__).parent
 
 
-def _advice() -> str:
+def _advice(x: torch.Tensor) -> str:
+    if isinstance(x, torch.nn.Parameter):
+        return (
+            "; it is a parameter: give its module an entry in the plan of parallelize_module, or shard the whole model "
+            "with distribute_model"
+        )
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == str(CLIPPING):
             return "; to clip plain and sharded parameters together, write dtensor.parallel.clip_grad_norm_"
+        if frame.f_code.co_filename.startswith(f"{OPTIMIZERS}/"):
+            return (
+                "; an optimizer needs gradients and states placed as the parameters are: load its state by "
+                "dtensor.Checkpoints or torch's set_optimizer_state_dict, and give p.grad a DTensor"
+            )
         frame = frame.f_back
     return "".join([f"; {text}" for text in advice])
 

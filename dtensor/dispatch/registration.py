@@ -14,7 +14,7 @@ from typing import Any, overload
 
 import torch
 
-from ..errors import OperatorError
+from ..errors import ArgumentError, ArgumentTypeError, OperatorError, shown
 from ..mesh.tensor_spec import Spec
 from ..rules import RULES, Call, Output
 from ..rules import Rule as EngineRule
@@ -106,14 +106,18 @@ def register_sharding(op: Any, rule: Any = _BY_FUNCTION, **options: Any) -> Any:
     """
     overloads = [o for o in _overloads(op) if _is_shardable(o, alone=not hasattr(op, "overloads"))]
     if not overloads:
-        raise ValueError(f"no overload of {op} can have a sharding rule; register one that only returns new tensors")
+        raise ArgumentError(f"no overload of {op} can have a sharding rule; register one that only returns new tensors")
     if rule is _BY_FUNCTION:
         if options:
-            raise TypeError(f"register_sharding takes {', '.join(options)} only together with the text of a rule")
+            raise ArgumentTypeError(
+                f"register_sharding takes {', '.join(options)} only together with the text of a rule"
+            )
         return lambda function: _register_function(overloads, function)
     made = Rule(rule, **options) if isinstance(rule, str) else rule
     if not isinstance(made, Rule) or (made is rule and options):
-        raise TypeError(f"register_sharding takes the text of a rule and its options, or a dtensor.Rule; got {rule!r}")
+        raise ArgumentTypeError(
+            f"register_sharding takes the text of a rule and its options, or a dtensor.Rule; got {rule!r}"
+        )
     for func in overloads:
         _check_schema(made, func)
     for func in overloads:
@@ -135,9 +139,10 @@ def fingerprint() -> tuple[tuple[str, str], ...]:
 def _overloads(op: Any) -> list[OpOverload]:
     found = overloads_of(op)
     if not found:
-        raise TypeError(
-            f"register_sharding takes an operator: one made by torch.library.custom_op, torch.ops.mylib.f or "
-            f"torch.ops.mylib.f.default; got {op!r}"
+        fix = f", write torch.ops.{op.replace('::', '.')}" if isinstance(op, str) and "::" in op else ""
+        raise ArgumentTypeError(
+            "register_sharding takes an operator: one made by torch.library.custom_op, torch.ops.mylib.f or "
+            f"torch.ops.mylib.f.default; got {shown(op)}{fix}"
         )
     return found
 
@@ -158,13 +163,13 @@ def _is_shardable(func: OpOverload, alone: bool) -> bool:
     elif func._can_decompose():
         why = "is written in terms of other operators, which DTensor sees in its place; register those"
     if why and alone:
-        raise ValueError(f"no sharding rule for {func}: it {why}")
+        raise ArgumentError(f"no sharding rule for {func}: it {why}")
     return not why
 
 
 def _register_function(overloads: list[OpOverload], function: RuleMaker) -> RuleMaker:
     if not callable(function):
-        raise TypeError(f"register_sharding(op) decorates a function that returns a rule; got {function!r}")
+        raise ArgumentTypeError(f"register_sharding(op) decorates a function that returns a rule; got {function!r}")
     parameters = list(inspect.signature(function).parameters.values())
     rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     takes = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -172,7 +177,7 @@ def _register_function(overloads: list[OpOverload], function: RuleMaker) -> Rule
         positional = [a.name for a in func._schema.arguments if not a.kwarg_only]
         required = [p for p in takes if p.default is p.empty]
         if len(required) > len(positional):
-            raise ValueError(
+            raise ArgumentError(
                 f"the rule function for {func} takes {len(required)} arguments "
                 f"({', '.join(p.name for p in required)}), the operator only {len(positional)}: {func._schema}"
             )
@@ -195,7 +200,7 @@ def _of_function(
         found = function(*map(given, positional), **{name: given(name) for name in keywords})
         rule = Rule(found) if isinstance(found, str) else found
         if not isinstance(rule, Rule):
-            raise TypeError(f"the rule function for {func} returns a dtensor.Rule or its text; got {found!r}")
+            raise ArgumentTypeError(f"the rule function for {func} returns a dtensor.Rule or its text; got {found!r}")
         _check_schema(rule, func)
         return _engine_rule(rule, call)
 
@@ -217,25 +222,25 @@ def _check_schema(rule: Rule, func: OpOverload) -> None:
     arguments = _tensor_arguments(func)
     returns = [str(r.type) for r in func._schema.returns if "Tensor" in str(r.type)]
     if len(rule.inputs) != len(arguments):
-        raise ValueError(
+        raise ArgumentError(
             f"{rule.text!r} has {len(rule.inputs)} operands, {func} takes {len(arguments)} tensors "
             f"({', '.join(arguments)}): {func._schema}; write a term for each"
         )
     if len(rule.outputs) != len(returns):
-        raise ValueError(
+        raise ArgumentError(
             f"{rule.text!r} has {len(rule.outputs)} outputs, {func} returns {len(returns)} tensors: {func._schema}; "
             "write a term for each"
         )
     if len(func._schema.returns) > 1 and any("List" in t for t in returns):
-        raise ValueError(
+        raise ArgumentError(
             f"{func} returns a list of tensors beside other results, which no rule can express: {func._schema}"
         )
     names = [n for group in rule.linear_sets for n in group] + list(rule.addends)
     if unknown := [n for n in names if n not in arguments]:
-        raise ValueError(f"{func} has no tensor argument {unknown[0]!r}; it takes {', '.join(arguments)}")
+        raise ArgumentError(f"{func} has no tensor argument {unknown[0]!r}; it takes {', '.join(arguments)}")
     for name, term in zip(arguments, rule.inputs):
         if name in rule.addends and (reduced := [f for f in term if f in rule.reductions]):
-            raise ValueError(
+            raise ArgumentError(
                 f"{rule.text!r}: {name} is added to the result of reducing factor {reduced[0]!r}, so it cannot have "
                 "that factor itself; write 1 there, or leave added out"
             )

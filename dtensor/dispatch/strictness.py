@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ..errors import StrictError, StrictReason, StrictTraceError
+from ..errors import StrictError
 from ..layout.placements import Replicate
 from ..mesh.environment import switched, text
 from ..mesh.tensor_spec import Spec
@@ -32,7 +32,7 @@ def strict() -> Iterator[None]:
     the message. Code that is already compiled is not checked again.
 
     Raises:
-        StrictError: an OperatorError that names the operator, the argument, its present and target placements, the
+        StrictError: it names the operator, the argument, its present and target placements, the
             collectives, the bytes that each rank would send, and what to write instead.
 
     >>> @dtensor.strict()
@@ -130,7 +130,7 @@ def _check_fallback(func: OpOverload, operands: list[tuple[str, Spec]], moves: l
         )
 
 
-def within(name: Any, operands: list[tuple[str, Spec]], error: StrictReason) -> StrictReason:
+def within(name: Any, operands: list[tuple[str, Spec]], error: StrictError) -> StrictError:
     """Turn `error`, raised by an operator that `name` runs as, into one in terms of `name`, which the user called."""
     calls = []
     for argument, spec in operands:
@@ -150,9 +150,8 @@ def _refusal(reason: str, fix: str) -> str:
     return f"{reason}, which dtensor.strict() does not allow; {fix}"
 
 
-def _error(reason: str, fix: str, moves: list[Move]) -> StrictReason:
-    kind = StrictTraceError if is_being_compiled() else StrictError
-    return kind(_refusal(reason, fix), reason, frozenset().union(*(m.axes for m in moves)))
+def _error(reason: str, fix: str, moves: list[Move]) -> StrictError:
+    return StrictError(_refusal(reason, fix), reason, frozenset().union(*(m.axes for m in moves)))
 
 
 __all__ = ["active", "check", "check_moves", "fingerprint", "strict", "suspended", "within"]

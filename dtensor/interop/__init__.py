@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import UnsupportedError
 from ..parallel.fsdp.torch_fsdp2 import take_over, taken_over
 from ..parallel.modules.replaced import following
 from ..tensor.torch_dtensor import TORCH, as_ours, as_torchs, from_torch, is_torch_dtensor, to_torch
@@ -71,12 +72,12 @@ def convert_module(module: nn.Module) -> nn.Module:
 
 def _check(module: nn.Module, name: str) -> None:
     if type(module).__name__ == FSDP1 and type(module).__module__.startswith("torch.distributed"):
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"module {name!r} is a {FSDP1} (FSDP1), whose flat parameters hold no tensors to convert; convert the "
             "model before it is wrapped, and write dtensor.parallel.fully_shard, or dtensor.parallel.enable_fsdp1()"
         )
     if any(_home(hook).endswith(".input_reshard") for hooks in _hooks(module) for hook in hooks.values()):
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"module {name!r} has torch's input_reshard, which supports only torch's DTensors; convert the model "
             "before applying it, and write dtensor.parallel.input_reshard"
         )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..comm.from_plain import check_module
+from ..errors import ArgumentTypeError
 from ..mesh.local_sizes import divisibility_guarded
 from ..tensor.tensor import DTensor
 from ..torch_private.core import tree_flatten, tree_leaves, tree_unflatten
@@ -48,7 +49,7 @@ def export(
     """
     check_module("export", model)
     if not isinstance(args, tuple):
-        raise TypeError(f"export takes a tuple of example inputs; got {type(args).__name__}, write (x,)")
+        raise ArgumentTypeError(f"export takes a tuple of example inputs; got {type(args).__name__}, write (x,)")
     _check_plain("input", (args, kwargs))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     local = [_local(x) for x in state.values()]
@@ -136,7 +137,7 @@ def _whole(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _check_plain(what: str, values: Any) -> None:
     for x in tree_leaves(values):
         if isinstance(x, DTensor):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"export takes a model with plain inputs and outputs, but an {what} is a DTensor, placed as "
                 f"{list(x.placements)}; write x.to_local() or x.full_tensor(), or convert it with the model's styles: "
                 "use_local_output=True, PrepareModuleInput, PrepareModuleOutput"

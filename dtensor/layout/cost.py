@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ..errors import ArgumentError
+
 
 @dataclass(frozen=True)
 class Link:
@@ -128,7 +130,7 @@ class Network:
         """
         links = (links,) * len(sizes) if isinstance(links, Link) else tuple(links)
         if len(links) != len(sizes):
-            raise ValueError(f"the mesh has {len(sizes)} axes but {len(links)} links were given; write one for each")
+            raise ArgumentError(f"the mesh has {len(sizes)} axes but {len(links)} links were given; write one for each")
         key = (tuple(sizes), links, frozenset([tuple(axes) for axes in merged]))
         found = _networks.get(key)
         if found is None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import PlacementError
+from ..errors import ArgumentError, ArgumentTypeError, PlacementError, shown
 from ..torch_private.core import register_value_type
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
@@ -52,9 +52,11 @@ class Shard(Placement):
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise TypeError(f"Shard takes a tensor dimension, an int such as Shard(0); got {self.dim!r}")
+            raise ArgumentTypeError(f"Shard takes a tensor dimension, an int such as Shard(0); got {self.dim!r}")
         if self.cut is not None and (not isinstance(self.cut, int) or self.cut < 0):
-            raise TypeError(f"Shard takes as cut the position of its axis, an int, 0 the outermost; got {self.cut!r}")
+            raise ArgumentTypeError(
+                f"Shard takes as cut the position of its axis, an int, 0 the outermost; got {self.cut!r}"
+            )
 
     def __str__(self) -> str:
         return f"S({self.dim})" if self.cut is None else f"S({self.dim})#{self.cut}"
@@ -89,7 +91,8 @@ class Partial(Placement):
 
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
-            raise ValueError(f"Partial takes one of {', '.join(REDUCE_OPS)}; got {self.reduce_op!r}")
+            fix = ", write Partial('avg')" if self.reduce_op == "mean" else ""
+            raise ArgumentError(f"Partial takes one of {', '.join(REDUCE_OPS)}; got {shown(self.reduce_op)}{fix}")
 
     def __str__(self) -> str:
         return "P" if self.reduce_op == "sum" else f"P({self.reduce_op})"
@@ -126,7 +129,24 @@ def as_placement(given: Any) -> Placement:
                 f"with a cut for each axis that shards the dimension, Shard({given.dim}, cut=0) for the outermost, or "
                 "take the placements of from_torch(x)"
             )
-    raise PlacementError(f"a placement is Shard(dim), Replicate() or Partial(); got {given!r}")
+    raise PlacementError(f"a placement is Shard(dim), Replicate() or Partial(); got {shown(given)}{_meant(given)}")
+
+
+def _meant(given: Any) -> str:
+    """What to write instead of something that is no placement."""
+    if isinstance(given, type):
+        return f", write {KINDS[given.__name__]}" if given.__name__ in KINDS else ""
+    if isinstance(given, int):
+        return f", write Shard({given})"
+    if not isinstance(given, str) and given is not None:
+        return ""
+    for kind, example in KINDS.items():
+        if isinstance(given, str) and given.lower().startswith((kind.lower(), f"{kind[0].lower()}(")):
+            return f", write {example}"
+    return ": say for each mesh axis which dim it shards, such as Shard(0), not for each dim which axis shards it"
+
+
+KINDS = {"Shard": "Shard(0)", "Replicate": "Replicate()", "Partial": "Partial()"}
 
 
 def as_placements(given: Sequence[Any] | Placement | None, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
@@ -147,12 +167,14 @@ def as_placements(given: Sequence[Any] | Placement | None, mesh_ndim: int, ndim:
         return (Replicate(),) * mesh_ndim
     if isinstance(given, Placement) or not isinstance(given, (tuple, list)):
         raise _not_a_sequence(given)
-    if len(given) != mesh_ndim:
+    found = [as_placement(p) for p in given]
+    if len(found) != mesh_ndim:
         raise PlacementError(
-            f"the mesh has {mesh_ndim} axes but {len(given)} placements were given: {list(given)}; "
-            "write one placement per mesh axis, Replicate() where nothing is sharded"
+            f"the mesh has {mesh_ndim} {'axis' if mesh_ndim == 1 else 'axes'} but {len(given)} "
+            f"{'placement was' if len(given) == 1 else 'placements were'} given: {found}; write one placement per mesh "
+            "axis, Replicate() where nothing is sharded"
         )
-    checked = tuple([_from_front(as_placement(p), ndim) for p in given])
+    checked = tuple([_from_front(p, ndim) for p in found])
     _check_cuts(checked)
     return checked
 
@@ -198,7 +220,8 @@ _WORD = re.compile(r"S\((-?\d+)\)(?:#(\d+))?|(R)|P(?:\((\w+)\))?")
 
 
 def _not_a_sequence(given: Any) -> PlacementError:
-    return PlacementError(f"placements must be a sequence with one placement per mesh axis; write [{given!r}]")
+    fix = f"write [{given!r}]" if isinstance(given, Placement) else "write such as [Shard(0)]"
+    return PlacementError(f"placements must be a sequence with one placement per mesh axis; got {shown(given)}, {fix}")
 
 
 def _from_front(p: Placement, ndim: int) -> Placement:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import sympy
 
-from ..errors import PlacementError
+from ..errors import ArgumentError, PlacementError
 from .cost import WORK, Network, wire_bytes
 from .layout import Layout
 from .transitions import Dims, Edge, Space, State
@@ -204,7 +204,7 @@ def forget() -> None:
 
 def _check(src: Layout, dst: Layout, shape: Any, network: Network, prefer: str) -> None:
     if prefer not in ("time", "memory"):
-        raise ValueError(f"prefer is 'time' or 'memory'; got {prefer!r}")
+        raise ArgumentError(f"prefer is 'time' or 'memory'; got {prefer!r}")
     for layout in (src, dst):
         if layout.mesh_ndim != len(network.sizes) or len(layout.dims) != len(shape):
             raise PlacementError(

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..errors import AgreementError
 from ..torch_private.core import default_group_timeout, default_store
 
 KEPT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -222,7 +223,7 @@ def _asked(store: Any, rank: int, deadline: float) -> str:
 
 def _pause(deadline: float, what: str) -> None:
     if time.monotonic() > deadline:
-        raise RuntimeError(
+        raise AgreementError(
             f"{what} in time; they hang, or their host is lost. init_device_mesh(timeout=…) sets the time"
         )
     time.sleep(PAUSE)

@@ -27,6 +27,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import ArgumentError
+
 VARIABLES = {
     "passes": "DTENSOR_PASSES",
     "disable": "DTENSOR_DISABLE",
@@ -92,7 +94,7 @@ def is_on(variable: str) -> bool | None:
     """
     given = setting(variable)
     if given and given not in SWITCH:
-        raise ValueError(f"the environment variable {variable} is {given!r}; write 0 or 1, or leave it unset")
+        raise ArgumentError(f"the environment variable {variable} is {given!r}; write 0 or 1, or leave it unset")
     return SWITCH.get(given)
 
 
@@ -104,7 +106,7 @@ def level() -> str | None:
     """
     given = os.environ.get(LEVEL, "").strip()
     if given and given not in LEVELS:
-        raise ValueError(f"the environment variable {LEVEL} is {given!r}; write one of {', '.join(LEVELS)}")
+        raise ArgumentError(f"the environment variable {LEVEL} is {given!r}; write one of {', '.join(LEVELS)}")
     return given or None
 
 
@@ -134,7 +136,7 @@ def _number(option: str) -> int:
     given = text(option)
     if not given.isdecimal():
         unit = {"memory_budget": "bytes", "split_batch": "parts"}[option]
-        raise ValueError(f"the environment variable {VARIABLES[option]} is {given!r}; write a number of {unit}")
+        raise ArgumentError(f"the environment variable {VARIABLES[option]} is {given!r}; write a number of {unit}")
     return int(given)
 
 

@@ -545,12 +545,14 @@ def _leave_at_exit() -> None:
 def failure_told(doing: str, *, unless: type[Exception] | tuple[Any, ...] = ()) -> Iterator[None]:
     """Context in which an error of this rank is recorded as a failure of the job, unless it is of a type in `unless`.
 
+    An AgreementError is known to all ranks already.
+
     `doing` describes what the rank does there, such as "compiled".
     """
     try:
         yield
     except Exception as error:
-        if not isinstance(error, unless) and (here := job()) is not None:
+        if not isinstance(error, (AgreementError, unless)) and (here := job()) is not None:
             here.failed(f"rank {here.rank} failed while it {doing}: {type(error).__name__}: {error}")
         raise
 

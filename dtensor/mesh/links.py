@@ -16,6 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from ..errors import ArgumentError
 from ..layout.cost import INTER, INTRA, Link
 from ..layout.machine import Machine
 from .files import write_whole
@@ -97,7 +98,7 @@ def read_links(path: Path) -> dict[str, Measured]:
             raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
         return {key: _measured(kinds) for key, kinds in content["links"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
+        raise ArgumentError(
             f"{path} is not a file of measured links ({error}); remove it and run `dtensor calibrate`, "
             f"or name another in {SWITCH}"
         ) from error
@@ -147,7 +148,7 @@ def links_here(backend: str, device_type: str) -> Measured:
         return Measured()
     try:
         if os.environ.get(SWITCH) and not path.exists():
-            raise ValueError(f"{SWITCH} names {path}, which does not exist; write it with `dtensor calibrate`")
+            raise ArgumentError(f"{SWITCH} names {path}, which does not exist; write it with `dtensor calibrate`")
         return read_links(path).get(machine_key(backend, device_type), Measured())
     except (ValueError, OSError) as error:
         warnings.warn(f"plans use default links: {error}", stacklevel=2)

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from ..errors import MeshError
+from ..errors import ArgumentError, ArgumentTypeError, MeshError, shown
 from ..layout.cost import Link, Network
 from ..torch_private.core import default_group_timeout, disable_current_modes, real_object, root_mesh
 from .caches import cache, clear_caches
@@ -248,16 +248,21 @@ def init_device_mesh(
 
     Raises:
         ValueError: `mesh_shape` is not a tuple of positive ints, of which one may be -1, the number of ranks cannot be
-            divided so, or torch does not know `device_type`.
-        MeshError: The mesh has several ranks, but this process was started without a launcher.
-        RuntimeError: A rank did not come within `timeout`.
+            divided so, torch does not know `device_type`, or the axes do not have one name each.
+        TypeError: `mesh_dim_names` is not a sequence of names.
+        MeshError: The job has fewer ranks than the mesh, this process was started without a launcher, or torch sees no
+            such device.
+        AgreementError: A rank did not come within `timeout`.
     """
     sizes = _checked_shape(device_type, mesh_shape)
+    _check_names(options.get("mesh_dim_names"), sizes)
     if not dist.is_initialized():
         _check_launched(sizes)
         init_process_group(timeout)
+    sizes = _filled(sizes, dist.get_world_size())
+    _check_ranks(device_type, sizes)
     all_here()
-    mesh = torch_init_device_mesh(device_type, _filled(sizes, dist.get_world_size()), **options)
+    mesh = torch_init_device_mesh(device_type, sizes, **options)
     prepare(mesh)
     return mesh
 
@@ -265,14 +270,22 @@ def init_device_mesh(
 def _checked_shape(device_type: Any, mesh_shape: Any) -> tuple[int, ...]:
     sizes = mesh_shape if isinstance(mesh_shape, (tuple, list)) else ()
     if not sizes or not all(isinstance(n, Integral) and (int(n) > 0 or n == -1) for n in sizes) or sizes.count(-1) > 1:
-        raise ValueError(
+        raise ArgumentError(
             "mesh_shape must be a tuple with the number of ranks along each axis, such as (4,) or (2, 2), at least one "
-            f"per axis, or -1 along one axis for as many as there are; got {mesh_shape!r}"
+            f"per axis, or -1 along one axis for as many as there are; got {shown(mesh_shape)}, write such as "
+            'init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))'
         )
     try:
-        torch.device(device_type)
+        found = torch.device(device_type)
     except (RuntimeError, TypeError):
-        raise ValueError(f'device_type must be "cpu", "cuda" or another of torch\'s; got {device_type!r}') from None
+        raise ArgumentError(
+            f'device_type must be "cpu", "cuda" or another of torch\'s; got {shown(device_type)}, write '
+            'init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))'
+        ) from None
+    if found.index is not None:
+        raise ArgumentError(
+            f"device_type names a kind of device, of which each rank has one; got {device_type!r}, write {found.type!r}"
+        )
     return tuple(map(int, sizes))
 
 
@@ -294,11 +307,42 @@ def _filled(sizes: tuple[int, ...], world: int) -> tuple[int, ...]:
         return sizes
     others = -prod(sizes)
     if world % others:
-        raise ValueError(
+        raise ArgumentError(
             f"mesh_shape {sizes} takes a multiple of {others} ranks, but there are {world}; "
             f"start {others * -(-world // others)}, or write other sizes"
         )
     return tuple([world // others if n == -1 else n for n in sizes])
+
+
+def _check_names(names: Any, mesh_shape: Sequence[int]) -> None:
+    if names is None:
+        return
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        fix = f"({names!r},)" if isinstance(names, str) else 'such as ("dp", "tp")'
+        raise ArgumentTypeError(f"mesh_dim_names is a tuple with a name for each axis; got {names!r}, write {fix}")
+    if len(names) != len(mesh_shape) or len(set(names)) < len(names):
+        raise ArgumentError(
+            f"mesh_dim_names has a name of its own for each axis, but mesh_shape {tuple(mesh_shape)} has "
+            f"{len(mesh_shape)} and the names are {tuple(names)}; write as many different ones"
+        )
+
+
+def _check_ranks(device_type: str, sizes: tuple[int, ...]) -> None:
+    """Raise if there are too few ranks for a mesh, or no such devices."""
+    ranks, world = prod(sizes), dist.get_world_size()
+    if ranks > world:
+        raise MeshError(
+            f"a mesh of shape {sizes} takes {ranks} ranks, but this job has {world}; start it by `torchrun "
+            f"--nproc-per-node={ranks} script.py`, or write a mesh of {world}, such as init_device_mesh"
+            f'("{device_type}", ({world},))'
+        )
+    kind: Any = getattr(torch, device_type, None)
+    if dist.get_backend() != "fake" and hasattr(kind, "is_available") and not kind.is_available():
+        raise MeshError(
+            f'device_type is "{device_type}", but torch sees no such device here '
+            f"(torch.{device_type}.is_available() is "
+            'False); write "cpu", or install a torch that supports it and start on a machine that has one'
+        )
 
 
 def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
@@ -323,7 +367,7 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
         TypeError: An item of `links` is not a `Link`.
     """
     if not meshes or (links is not None and len(meshes) > 1):
-        raise ValueError(
+        raise ArgumentError(
             f"prepare takes one mesh, with or without links, or several meshes without links; got {len(meshes)} meshes "
             f"and links={links}"
         )
@@ -332,12 +376,14 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
             raise MeshError(f"prepare takes meshes as made by init_device_mesh; got {mesh!r}")
     for link in links or ():
         if not isinstance(link, Link):
-            raise TypeError(f"links takes a dtensor.layout.cost.Link for each axis of the mesh; got {link!r}")
+            raise ArgumentTypeError(f"links takes a dtensor.layout.cost.Link for each axis of the mesh; got {link!r}")
     join_round()
     job()  # from here on each rank knows whether the others are alive
     roots = [root_mesh(mesh) for mesh in meshes]
     if links is not None and len(links) != roots[0].ndim:
-        raise ValueError(f"{roots[0]} has {roots[0].ndim} axes but {len(links)} links were given; write one for each")
+        raise ArgumentError(
+            f"{roots[0]} has {roots[0].ndim} axes but {len(links)} links were given; write one for each"
+        )
     for root in roots:
         prepared = vars(root).setdefault(PREPARED, Prepared())
         for axes in _worth_merging(root.mesh):

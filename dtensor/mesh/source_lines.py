@@ -1,6 +1,8 @@
 """Whose code a file or a class is: the user's, or that of torch or this library."""
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,4 +28,13 @@ def is_users(file: str) -> bool:
     return file.startswith(_STILL_USERS) or not file.startswith(_NOT_USERS)
 
 
-__all__ = ["MADE", "is_users", "not_generated"]
+def users_level() -> int:
+    """The `stacklevel` by which a warning of the calling function names the user's line; 2 if there is none."""
+    frame: Any = sys._getframe(1)
+    level = 1
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return 2 if frame is None else level
+
+
+__all__ = ["MADE", "is_users", "not_generated", "users_level"]

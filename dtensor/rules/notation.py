@@ -8,6 +8,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..errors import ArgumentError, ArgumentTypeError
 from ..layout.placements import REDUCE_OPS
 
 Term = tuple[str, ...]
@@ -59,7 +60,7 @@ class Rule:
         self._check_types()
         left, arrow, right = self.text.partition("->")
         if not arrow or "->" in right:
-            raise ValueError(f"a rule reads 'operands->outputs', such as 'mk,kn->mn'; got {self.text!r}")
+            raise ArgumentError(f"a rule reads 'operands->outputs', such as 'mk,kn->mn'; got {self.text!r}")
         linear = [self.linear] if isinstance(self.linear, str) else self.linear
         parsed = {
             "reductions": dict.fromkeys(self.reduce, "sum") if isinstance(self.reduce, str) else dict(self.reduce),
@@ -76,27 +77,27 @@ class Rule:
 
     def _check_types(self) -> None:
         if not isinstance(self.text, str):
-            raise TypeError(f"a rule is a string such as 'mk,kn->mn'; got {self.text!r}")
+            raise ArgumentTypeError(f"a rule is a string such as 'mk,kn->mn'; got {self.text!r}")
         if not isinstance(self.reduce, (str, Mapping)):
-            raise TypeError(f"reduce takes factors, 'k', or a dict such as {{'k': 'max'}}; got {self.reduce!r}")
+            raise ArgumentTypeError(f"reduce takes factors, 'k', or a dict such as {{'k': 'max'}}; got {self.reduce!r}")
         for name, wanted in (("linear", "names of arguments"), ("added", "names of arguments"), ("blocked", "factors")):
             given = getattr(self, name)
             items = given if isinstance(given, Iterable) else [given]
             flat = [i for g in items for i in (g if name == "linear" and isinstance(g, (list, tuple)) else [g])]
             if not all(isinstance(i, str) for i in flat):
-                raise TypeError(f"{name} takes {wanted}; got {given!r}")
+                raise ArgumentTypeError(f"{name} takes {wanted}; got {given!r}")
 
     def _check_arguments(self) -> None:
         """Raise ValueError for entries of `linear` or `added` that are empty, repeated or have no effect."""
         for group in self.linear_sets:
             if not group or len(set(group)) != len(group):
-                raise ValueError(
+                raise ArgumentError(
                     f"linear takes arguments in which the operator is jointly linear, each once; got {group}"
                 )
         if len({frozenset(g) for g in self.linear_sets}) != len(self.linear_sets):
-            raise ValueError(f"linear names the same arguments twice: {self.linear_sets}")
+            raise ArgumentError(f"linear names the same arguments twice: {self.linear_sets}")
         if self.addends and not self.reductions:
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.text!r}: {', '.join(self.addends)} cannot be added to a reduced result, as nothing is reduced; "
                 "write reduce=, or leave added out"
             )
@@ -105,17 +106,23 @@ class Rule:
         taken = {f for t in self.inputs for f in t if f}
         for term in self.outputs:
             if new := [f for f in term if f and f not in taken]:
-                raise ValueError(
+                raise ArgumentError(
                     f"{self.text!r}: factor {new[0]!r} of an output is in no operand, so no shard of it could be "
                     "computed; write 1 for that dimension"
                 )
         if missing := [f for f in (*self.reductions, *self.whole) if f not in taken or f == "..."]:
-            raise ValueError(f"{self.text!r} has no factor {missing[0]!r}; its factors are {', '.join(sorted(taken))}")
+            named = "reduce" if any(f in self.reductions for f in missing) else "blocked"
+            letters = sorted(f for f in taken if f != "...") or ["a"]
+            such = f"{named}='{letters[0]}'" + (f" or {{'{letters[0]}': 'max'}}" if named == "reduce" else "")
+            raise ArgumentError(
+                f"{self.text!r} has no factor {missing[0]!r}, which {named}={getattr(self, named)!r} names; its "
+                f"factors are {', '.join(sorted(taken))}; write such as {such}"
+            )
         for factor, op in self.reductions.items():
             if op not in REDUCE_OPS:
-                raise ValueError(f"factor {factor!r} reduces by one of {', '.join(REDUCE_OPS)}; got {op!r}")
+                raise ArgumentError(f"factor {factor!r} reduces by one of {', '.join(REDUCE_OPS)}; got {op!r}")
             if all(factor in term for term in self.outputs):
-                raise ValueError(f"{self.text!r}: factor {factor!r} is in every output, so it is not reduced")
+                raise ArgumentError(f"{self.text!r}: factor {factor!r} is in every output, so it is not reduced")
 
 
 def _term(text: str, rule: str) -> Term:
@@ -125,9 +132,9 @@ def _term(text: str, rule: str) -> Term:
     while rest:
         part = "..." if rest.startswith("...") else rest[0]
         if part != "..." and part != "1" and not part.isalpha():
-            raise ValueError(f"{rule!r}: a dimension is a letter, 1, or ... for several; got {part!r} in {text!r}")
+            raise ArgumentError(f"{rule!r}: a dimension is a letter, 1, or ... for several; got {part!r} in {text!r}")
         if part == "..." and part in found:
-            raise ValueError(f"{rule!r}: ... may occur only once in a term; got {text!r}")
+            raise ArgumentError(f"{rule!r}: ... may occur only once in a term; got {text!r}")
         found.append("" if part == "1" else part)
         rest = rest[len(part) :]
     return tuple(found)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..dispatch.view_copies import fresh
-from ..errors import CheckpointError
+from ..errors import ArgumentTypeError, CheckpointError, shown
 from ..mesh.job import all_here
 from ..mesh.stages import Stage
 from ..tensor.tensor import DTensor
@@ -66,6 +66,10 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> None:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ArgumentTypeError(
+                f"Checkpoints takes the path of a folder; got {shown(folder)}, write Checkpoints('ckpt')"
+            )
         self.folder: Path = Path(folder)
         self.keep = keep
         # Saves in the background communicate concurrently with the program, so they need a separate process group.
@@ -132,7 +136,7 @@ class Checkpoints:
             save_from(state, partial, self._group)
             self._together(lambda: self._finish(partial, step))
         except (Exception, CheckpointException) as error:
-            raise self._failed(step, error) from error
+            raise self._failed(step, error) from None
 
     def wait(self) -> None:
         """Waits for a save in the background.
@@ -197,7 +201,10 @@ class Checkpoints:
                     self._warn(newest, damaged)
                     return newest
                 damaged += f"; that of step {newest} is damaged: {torn}"
-            raise CheckpointError(f"there is no {'intact ' if damaged else ''}checkpoint in {self.folder}{damaged}")
+            raise CheckpointError(
+                f"there is no {'intact ' if damaged else ''}checkpoint in {self.folder}{damaged}; give the folder that "
+                "Checkpoints(folder).save(state, step) wrote to, or start anew where newest() is None"
+            )
 
     def _read(self, state: dict[str, Any], step: int, path: Path) -> str:
         """Read a checkpoint into `state`. Returns a description of the damage, or "" for none."""
@@ -239,6 +246,8 @@ class Checkpoints:
         """
 
         def make() -> Path:
+            if self.folder.exists() and not self.folder.is_dir():
+                raise CheckpointError(f"{self.folder} is a file; give another path, for a folder")
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(".step-*.partial"):
                 left.rename(left.with_suffix(".removed"))
@@ -251,7 +260,7 @@ class Checkpoints:
         try:
             return self._together(make)
         except CheckpointError as error:
-            raise self._failed(step, error) from error
+            raise self._failed(step, error) from None
 
     def _finish(self, partial: Path, step: int) -> None:
         """Give a complete checkpoint its final name, and remove the one it replaces and those beyond `keep`."""
@@ -345,7 +354,9 @@ def _is_number(x: Any) -> bool:
 
 def _check(state: Any, step: Any) -> None:
     if not isinstance(state, dict):
-        raise CheckpointError(f"the state is a {type(state).__name__}; give a state dict")
+        raise CheckpointError(
+            f'the state is {shown(state)}; give a dict such as {{"model": model, "optimizer": optimizer}}'
+        )
     if not _is_number(step):
         raise CheckpointError(f"step is a number of steps; got {step!r}")
     if step < 0:

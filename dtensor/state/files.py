@@ -36,6 +36,7 @@ from torch.futures import Future
 
 from ..errors import CheckpointError
 from ..mesh.stages import Stage
+from .differences import MOST, differences
 from .index import DamagedError, Index, Part, read_index, write_index
 from .optimizers import give_back, to_load
 from .safetensors import raw_bytes
@@ -183,7 +184,33 @@ class SafeSavePlanner(DefaultSavePlanner):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """Torch's planner for loading, but nothing that it reads is executed."""
+    """Torch's planner for loading, but nothing that it reads is executed, and it names all that does not match."""
+
+    def create_local_plan(self) -> Any:
+        """As torch's.
+
+        Raises:
+            CheckpointError: names or shapes in the checkpoint are not those of the state.
+        """
+        metadata: Any = self.metadata
+        there, wanted = metadata.state_dict_metadata, self.state_dict
+        missing = [name for name in wanted if name not in there]
+        if missing:
+            told = differences(missing, [name for name in there if name not in wanted])
+            raise CheckpointError(f"{told}; load it into the model that was saved, under the names that it had")
+        shapes = [
+            f"{name!r} is {list(there[name].size)}, but {list(x.size())} in the state"
+            for name, x in wanted.items()
+            if isinstance(x, torch.Tensor)
+            and isinstance(there[name], TensorStorageMetadata)
+            and there[name].size != x.size()
+        ]
+        if shapes:
+            more = f" and {len(shapes) - MOST} more" if len(shapes) > MOST else ""
+            raise CheckpointError(
+                f"{'; '.join(shapes[:MOST])}{more}; load it into a model of the sizes that were saved"
+            )
+        return super().create_local_plan()
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn

@@ -220,8 +220,8 @@ def _wanted(optimizer: Optimizer, of_state: _Names, at: Path, metadata: Metadata
             if rest[0] not in held:
                 raise CheckpointError(
                     f"the checkpoint has state of {'.'.join(at)!r} for a parameter {rest[0]!r}, which the "
-                    f"{type(optimizer).__name__} does not hold; make it with the parameters that it had, or leave it "
-                    "out"
+                    f"{type(optimizer).__name__} does not hold; make it with the parameters that it had, or "
+                    'load({"model": model}) and go on with a new one'
                 )
             value = _target(optimizer, *held[rest[0]], rest[1:], *tensor) if tensor else None
         owner = wanted
@@ -229,7 +229,11 @@ def _wanted(optimizer: Optimizer, of_state: _Names, at: Path, metadata: Metadata
             owner = owner.setdefault(key, {})
         owner[rest[-1] if rest else part] = value
     if "param_groups" not in wanted:
-        raise CheckpointError(f"the checkpoint has no optimizer {'.'.join(at)!r}")
+        raise CheckpointError(
+            f"the checkpoint has no optimizer {'.'.join(at)!r}; write the name that it had, or "
+            f'load({{"model": model}}) '
+            "and go on with a new one"
+        )
     return wanted
 
 
@@ -262,7 +266,8 @@ def _set(optimizer: Optimizer, of_state: _Names, found: dict[str, Any]) -> None:
         if missing:
             raise CheckpointError(
                 f"group {i} of the {type(optimizer).__name__} holds {missing[0]!r}, which the optimizer in the "
-                "checkpoint did not; make it with the parameters that it had, or leave it out"
+                'checkpoint did not; make it with the parameters that it had, or load({"model": model}) and go on '
+                "with a new one"
             )
         if len({*of_params.values()}) > 1:
             by_group = {index: name for name, index in of_params.items()}

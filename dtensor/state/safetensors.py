@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, shown
 from ..mesh.stages import Stage
 from ..tensor.deferred import Box, deferred, own_box, read
 from ..tensor.tensor import DTensor
 from ..torch_private.core import root_mesh
+from .differences import differences
 
 DTYPES = {
     "F64": torch.float64,
@@ -163,21 +164,23 @@ def _is_text(given: Any) -> bool:
 
 def _check_state(state: Any) -> None:
     if not isinstance(state, Mapping):
-        raise TypeError(f"the state is a dict from names to tensors; got {type(state).__name__}")
+        raise ArgumentTypeError(
+            f"the state is a dict from names to tensors; got {shown(state)}, write such as model.state_dict()"
+        )
 
 
 def _header(state: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:
     if metadata is not None and not _is_text(metadata):
-        raise TypeError(f"metadata is a dict from strings to strings; got {metadata!r}")
+        raise ArgumentTypeError(f"metadata is a dict from strings to strings; got {metadata!r}")
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, x in state.items():
         if not isinstance(name, str):
-            raise TypeError(f"names of tensors in a safetensors file are strings; got {name!r}")
+            raise ArgumentTypeError(f"names of tensors in a safetensors file are strings; got {name!r}")
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"a safetensors file holds tensors; {name!r} is {type(x).__name__}, leave it out")
+            raise ArgumentTypeError(f"a safetensors file holds tensors; {name!r} is {type(x).__name__}, leave it out")
         if x.dtype not in NAMES:
-            raise ValueError(f"a safetensors file cannot hold {x.dtype}, the dtype of {name!r}; write x.to(float32)")
+            raise ArgumentError(f"a safetensors file cannot hold {x.dtype}, the dtype of {name!r}; write x.to(float32)")
         begin, end = end, end + x.numel() * x.element_size()
         entries[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -216,8 +219,8 @@ def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, str
     extra = [name for name in found if name not in state]
     if strict and (missing or extra):
         raise CheckpointError(
-            f"{path} does not match the state: it lacks {missing or 'nothing'} and has in addition "
-            f"{extra or 'nothing'}; write strict=False to read the common tensors"
+            f"{path} does not match the state: {differences(missing, extra)}; write strict=False to read the common "
+            "tensors"
         )
     for name, x in state.items():
         if name in found:
@@ -238,7 +241,10 @@ def _files(path: Path) -> list[Path]:
             ) from error
     found = sorted(path.glob("*.safetensors"))
     if len(found) != 1:
-        raise CheckpointError(f"{path} is neither a safetensors file nor a folder with one such file or {INDEX}")
+        raise CheckpointError(
+            f"{path} is neither a safetensors file nor a folder with one such file or {INDEX}; give the path of one "
+            f"of them"
+        )
     return found
 
 
@@ -277,7 +283,10 @@ def _is_entry(*, dtype: str, shape: list[int], data_offsets: list[int]) -> bool:
 @torch.no_grad()
 def _read(x: torch.Tensor, name: str, file: Path, entry: dict[str, Any]) -> None:
     if list(x.shape) != entry["shape"]:
-        raise CheckpointError(f"{name!r} has shape {entry['shape']} in {file}, but {list(x.shape)} in the state")
+        raise CheckpointError(
+            f"{name!r} has shape {entry['shape']} in {file}, but {list(x.shape)} in the state; read it into a "
+            f"tensor of that shape"
+        )
     local: Any = x.to_local() if isinstance(x, DTensor) else x
     local.copy_(read(_mapped(name, file, entry), own_box(x._spec) if isinstance(x, DTensor) else None))
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from ..errors import CheckpointError
+from ..errors import ArgumentTypeError, CheckpointError, shown
 from ..mesh.stages import Stage
 from .files import read_into, tried
 from .index import content_of, covers
@@ -72,7 +72,10 @@ class TorchReader(FileSystemReader):
         except CheckpointError:
             raise
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(
+                f"{path} cannot be read: {error.strerror or error}; give the folder that "
+                f"torch.distributed.checkpoint.save wrote to"
+            ) from error
         except Exception as error:  # a pickle that was changed can raise anything
             raise CheckpointError(f"{path} is not an index of a checkpoint: {type(error).__name__}: {error}") from error
         for name in files:
@@ -114,6 +117,10 @@ def load_torch_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str])
         CheckpointError: there is no checkpoint, it does not match `state`, it has only some of the elements of a tensor
             (`state` is then as it was), or it has values of other types; raised on all ranks.
     """
+    if not isinstance(state, dict):
+        raise ArgumentTypeError(
+            f'load_torch_checkpoint takes a state dict, such as {{"model": model}}; got {shown(state)}'
+        )
     group = dist.group.WORLD if dist.is_initialized() else None
     reader, wrong = tried(lambda: TorchReader(folder), group)
     if wrong:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..mesh import environment
 from ..mesh.mesh import look_up_prepared
 from ..mesh.provenance import keeps_specs
+from ..mesh.source_lines import is_users
 from ..torch_private.compiling import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
@@ -25,6 +26,7 @@ from ..torch_private.compiling import (
 )
 from ..torch_private.dynamo import stand_before_dynamo
 from ..torch_private.graph_cache import exchange_from_now_on
+from ..torch_private.own_errors import show_lines_of
 from ..torch_private.partitioning import min_cut_partition
 from ..torch_private.phases import Compilation, watch_compilations
 
@@ -176,6 +178,7 @@ def _told() -> Any:
 def tell_from_now_on() -> None:
     """Tell the user who waits what is compiled."""
     stand_before_dynamo()
+    show_lines_of(is_users)
     watch_compilations(_Progress())
 
 

@@ -28,7 +28,7 @@ from ..dispatch.global_view import check_global
 from ..dispatch.implicit_moves import moves_of
 from ..dispatch.out_variants import put
 from ..dispatch.plain_operands import is_alike, region_of_torch
-from ..errors import StrictReason
+from ..errors import StrictError
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard
 from ..mesh.local_sizes import divides
@@ -246,7 +246,7 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: Any = None)
     operands = [("input", x._spec)] + ([("weight", weight._spec)] if isinstance(weight, DTensor) else [])
     try:
         return _rms_norm_by_parts(x, ndim, weight, eps)
-    except StrictReason as error:
+    except StrictError as error:
         raise strictness.within("rms_norm", operands, error) from error
 
 

@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from ..errors import ArgumentError
 from ..mesh.tensor_spec import Spec, chunk
 
 
@@ -36,7 +37,7 @@ def tensor_shard(spec: Spec, local: torch.Tensor, index: MetadataIndex) -> torch
     """
     _, offsets = chunk(spec)
     if index.offset is not None and torch.Size(index.offset) != offsets:
-        raise ValueError(f"{index.fqn}: this rank's shard begins at {tuple(offsets)}, not at {tuple(index.offset)}")
+        raise ArgumentError(f"{index.fqn}: this rank's shard begins at {tuple(offsets)}, not at {tuple(index.offset)}")
     return local
 
 

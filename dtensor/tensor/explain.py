@@ -17,7 +17,7 @@ from ..dispatch import dispatch, strictness
 from ..dispatch.decision import Decided, carry_out, check_operands, decide, watched
 from ..dispatch.fallback import uncounted
 from ..dispatch.implicit_moves import Move, moves_of, named_operands
-from ..errors import ShardingError
+from ..errors import ArgumentTypeError, ShardingError, shown
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard
 from ..mesh.mesh import mesh_shape
@@ -236,7 +236,9 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
           S(0) -> R: all_gather over axis 0, 256 B
     """
     if not callable(op):
-        raise TypeError(f"explain takes a callable, and then its arguments; got {op!r}")
+        raise ArgumentTypeError(
+            f"explain takes a callable, and then its arguments; got {shown(op)}, write explain(torch.add, x, y)"
+        )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder(mode)
     stopped = ""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..comm.from_plain import from_source, mesh_of
-from ..errors import MeshError, PlacementError
+from ..errors import ArgumentError, ArgumentTypeError, MeshError, PlacementError, shown
 from ..layout.chunks import note_place
 from ..layout.layout import Layout
 from ..layout.placements import Placement, as_placements, parsed, words
@@ -57,7 +57,8 @@ def distribute_tensor(
         ImportError: the mesh is of XLA devices and torch_xla is not installed.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}; write torch.tensor(x)")
+        fix = "distribute_model(module, mesh, ...)" if isinstance(tensor, nn.Module) else "torch.tensor(x)"
+        raise ArgumentTypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}; write {fix}")
     mesh = mesh_of(device_mesh)
     if on_xla(mesh):
         return of_xla("xla_distribute_tensor")(tensor, mesh, placements)
@@ -69,12 +70,12 @@ def distribute_tensor(
             return _outside_of_graphs(tensor, mesh, placements, src_data_rank)
         return torch.ops.dtensor.distribute(tensor, mesh, words(checked), src_data_rank)
     if not tensor.is_leaf:
-        raise ValueError(
+        raise ArgumentError(
             "distribute_tensor takes a leaf tensor, but the one given was computed with gradients; "
             "write distribute_tensor(x.detach(), …), or DTensor.from_local(x, …) to keep its history"
         )
     if tensor.layout != torch.strided:
-        raise ValueError(f"distribute_tensor takes a strided tensor, got layout={tensor.layout}; write x.to_dense()")
+        raise ArgumentError(f"distribute_tensor takes a strided tensor, got layout={tensor.layout}; write x.to_dense()")
     if is_torch_dtensor(tensor):
         made = _already_distributed(from_torch(tensor.detach()), mesh, checked)
         made.requires_grad_(tensor.requires_grad)
@@ -186,10 +187,14 @@ def _spec(
     size: Any, dtype: torch.dtype | None, layout: Any, device_mesh: Any, placements: Sequence[Placement] | None
 ) -> Spec:
     if layout != torch.strided:
-        raise ValueError(f"DTensor factories make torch.strided tensors, got layout={layout}")
+        raise ArgumentError(f"DTensor factories make torch.strided tensors, got layout={layout}")
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
     if not all(map(is_size, shape)):
-        raise ValueError(f"a factory takes the global size, ints of at least 0; got {shape}")
+        raise ArgumentError(
+            f"a factory takes the global size, ints of at least 0; got {shown(shape)}; mesh and placements are "
+            f"given by name: "
+            "write zeros(4, 4, device_mesh=mesh, placements=[Shard(0)])"
+        )
     mesh = mesh_of(device_mesh)
     checked = as_placements(placements, mesh.ndim, len(shape))
     if any(p.is_partial() for p in checked):

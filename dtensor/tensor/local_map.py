@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import MeshError, PlacementError
+from ..errors import ArgumentTypeError, MeshError, PlacementError, shown
 from ..layout.chunks import own_length
 from ..layout.layout import Layout
 from ..layout.placements import Placement, as_placement, as_placements
@@ -78,7 +78,7 @@ def local_map(
             redistribute_inputs=redistribute_inputs,
         )
     if not callable(func):
-        raise TypeError(f"local_map takes a function; got {func!r}")
+        raise ArgumentTypeError(f"local_map takes a function; got {shown(func)}, write local_map(f, ...)(x)")
     outs = _per_output(out_placements)
 
     @functools.wraps(func)
@@ -123,9 +123,10 @@ def _per_output(given: Any) -> tuple[tuple[Placement, ...] | None, ...]:
     if given is None or (isinstance(given, (tuple, list)) and given and all(map(_is_placement, given))):
         given = (given,)
     if not isinstance(given, (tuple, list)) or not all(p is None or isinstance(p, (tuple, list)) for p in given):
+        fix = f", write [{given!r}]" if _is_placement(given) else ""
         raise PlacementError(
             "local_map: out_placements is a list of placements such as [Shard(0)], or a tuple with one such list for "
-            f"each output; got {given!r}"
+            f"each output; got {shown(given)}{fix}"
         )
     return tuple([None if p is None else tuple(map(as_placement, p)) for p in given])
 
@@ -150,7 +151,7 @@ def _per_argument(
 def _check_keywords(func: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if any(isinstance(a, DTensor) for a in tree_flatten(value)[0]):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"local_map: {_name(func)} was given a DTensor by the keyword {name!r}, but in_placements are for "
                 "positional arguments; pass it by position"
             )
@@ -233,7 +234,7 @@ def _ask(func: Callable[..., Any], index: int, x: DTensor, axis: int, p: Placeme
 def _whole(func: Callable[..., Any], index: int, x: Any, wanted: Any, inputs: list[DTensor], mesh: Any) -> Any:
     """An output of the function as the DTensor it was declared to be."""
     if isinstance(x, DTensor):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"local_map: output {index} of {_name(func)} is a DTensor, but the function must return local tensors; "
             "return x.to_local()"
         )
@@ -244,7 +245,10 @@ def _whole(func: Callable[..., Any], index: int, x: Any, wanted: Any, inputs: li
             f"local_map: out_placements has {list(wanted)} for output {index} of {_name(func)}, which is not a tensor "
             f"but {x!r}; write None for it"
         )
-    placements = as_placements(wanted, mesh.ndim, x.dim())
+    try:
+        placements = as_placements(wanted, mesh.ndim, x.dim())
+    except PlacementError as error:
+        raise PlacementError(f"local_map: output {index} of {_name(func)}: {error}") from None
     shape = _global_shape(func, index, x, Layout.of(placements, x.dim()), inputs, mesh)
     if shape is None:
         return DTensor.from_local(x, mesh, placements)

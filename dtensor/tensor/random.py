@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.from_plain import mesh_of, of_all_ranks
-from ..errors import MeshError, ShardingError
+from ..errors import AgreementError, ArgumentTypeError, MeshError, ShardingError, shown
 
 
 def manual_seed(seed: int, device_mesh: Any = None) -> None:
@@ -34,12 +34,12 @@ def manual_seed(seed: int, device_mesh: Any = None) -> None:
         _check_member(device_mesh, "manual_seed")
         given = dict(sorted(of_all_ranks((dist.get_rank(), seed), device_mesh)))
         if len(set(given.values())) > 1:
-            raise ValueError(
+            raise AgreementError(
                 f"manual_seed got different seeds on the ranks of the mesh (rank: seed): {given}; "
                 "replicas would differ. Give one seed, or a mesh that holds only the ranks that share it"
             )
     if not isinstance(seed, Integral):
-        raise TypeError(f"manual_seed takes an int; got {seed!r}")
+        raise ArgumentTypeError(f"manual_seed takes an int; got {shown(seed)}, write manual_seed(0, mesh)")
     torch.manual_seed(seed)
 
 

@@ -33,7 +33,7 @@ from ..dispatch.decision import COMPOSITES
 from ..dispatch.dispatch import dispatch, install
 from ..dispatch.plain_operands import region_of_torch
 from ..dispatch.view_copies import copies, fresh
-from ..errors import PlacementError, ShardingError
+from ..errors import ArgumentError, ArgumentTypeError, PlacementError, ShardingError
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard, as_placements, parsed, words
 from ..layout.planner import Prefer
@@ -94,8 +94,20 @@ class DTensor(torch.Tensor):
     @staticmethod
     @disable_dynamo
     def __new__(
-        cls, local_tensor: Any, device_mesh: Any, layout: Layout, shape: Any, stride: Any, requires_grad: bool = False
+        cls,
+        local_tensor: Any,
+        device_mesh: Any,
+        layout: Layout,
+        shape: Any = None,
+        stride: Any = None,
+        requires_grad: bool = False,
     ) -> Any:
+        if shape is None or stride is None:
+            raise ArgumentError(
+                "calling the DTensor class takes the global shape and stride, too; write DTensor.from_local(x, "
+                "device_mesh, placements) for this rank's part, or distribute_tensor(x, device_mesh, placements) for a "
+                "global tensor"
+            )
         # Dynamo puts this call into its graph as it stands, so it takes what a graph can hold.
         if not isinstance(layout, Layout):
             layout = Layout.of(tuple(layout), len(shape))
@@ -174,7 +186,7 @@ class DTensor(torch.Tensor):
     @data.setter
     def data(self, new: Any) -> None:
         if not isinstance(new, DTensor):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"the data of a DTensor is a DTensor, got {type(new).__name__}; write x.data = distribute_tensor(y, "
                 "x.device_mesh, x.placements) with a global tensor, or x.to_local().copy_(y) with this rank's part"
             )
@@ -224,21 +236,24 @@ class DTensor(torch.Tensor):
         """
         refuse_export()
         if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, torch.Tensor):
-            raise TypeError(f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}")
+            raise ArgumentTypeError(
+                f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}; write "
+                "x.redistribute(placements=...) for a DTensor, torch.tensor(x) for other values"
+            )
         if local_tensor.layout != torch.strided:
-            raise TypeError(f"from_local takes a strided tensor, got {local_tensor.layout}; write x.to_dense()")
+            raise ArgumentTypeError(f"from_local takes a strided tensor, got {local_tensor.layout}; write x.to_dense()")
         mesh = mesh_of(device_mesh)
         if (shape is None) != (stride is None):
-            raise ValueError(
+            raise ArgumentError(
                 f"from_local takes shape and stride together or neither; got shape={shape}, stride={stride}"
             )
         if torch.compiler.is_dynamo_compiling() and not run_check:
             given = words(placements), shape or (), stride or (), words(grad_placements)
             return torch.ops.dtensor.from_local(local_tensor, mesh, *given)
         if type(local_tensor) is not torch.Tensor and is_torch_dtensor(local_tensor):
-            raise TypeError(
-                "from_local takes this rank's plain tensor, got a DTensor of torch.distributed.tensor; write "
-                "dtensor.interop.from_torch(x)"
+            raise ArgumentTypeError(
+                "from_local takes this rank's plain tensor, got a DTensor of torch.distributed.tensor, of which every "
+                "rank holds a part already; write dtensor.interop.from_torch(x)"
             )
         ndim = local_tensor.dim()
         checked = as_placements(placements, mesh.ndim, ndim)
@@ -330,11 +345,11 @@ class DTensor(torch.Tensor):
         if device_mesh is not None and device_mesh != self.device_mesh:
             device_mesh = mesh_of(device_mesh)
             if forward_dtype is not None or backward_dtype is not None:
-                raise ValueError("no dtypes go with a move to another mesh; write x.to(dtype).redistribute(mesh, …)")
+                raise ArgumentError("no dtypes go with a move to another mesh; write x.to(dtype).redistribute(mesh, …)")
             return _to_mesh(self, device_mesh, placements, grad_placements)
         target = as_placements(placements, self.device_mesh.ndim, self.dim())
         if prefer not in ("time", "memory"):
-            raise ValueError(f"prefer is 'time' or 'memory'; got {prefer!r}")
+            raise ArgumentError(f"prefer is 'time' or 'memory'; got {prefer!r}")
         if target == self.placements and grad_placements is None and forward_dtype is None and backward_dtype is None:
             return self
         check_target(self.placements, target)
@@ -417,7 +432,7 @@ class DTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
-            raise RuntimeError("only leaf DTensors can be deep-copied; write copy.deepcopy(x.detach())")
+            raise ShardingError("only leaf DTensors can be deep-copied; write copy.deepcopy(x.detach())")
         made = memo.get(id(self))
         if made is None:
             made = _wrap(fresh(self)._local_tensor.detach().clone(), self._spec, self.requires_grad)

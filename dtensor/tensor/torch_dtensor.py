@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..comm.from_plain import TORCH, is_torch_dtensor
-from ..errors import PlacementError
+from ..errors import ArgumentTypeError, PlacementError
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard, as_placements
 from ..torch_private.core import shard_order, strided_shard
@@ -43,9 +43,12 @@ def from_torch(x: Any) -> DTensor:
             other piece (`x.flatten()` of a matrix that is sharded by columns).
     """
     if not is_torch_dtensor(x):
-        raise TypeError(
-            f"from_torch takes a torch.distributed.tensor.DTensor, got {type(x).__name__}; write distribute_tensor or "
-            "DTensor.from_local for a plain tensor"
+        own = isinstance(x, DTensor)
+        fix = "use it as it is" if own else "write distribute_tensor or DTensor.from_local for a plain tensor"
+        raise ArgumentTypeError(
+            f"from_torch takes a torch.distributed.tensor.DTensor, got "
+            f"{'DTensor of dtensor' if own else type(x).__name__}; "
+            f"{fix}"
         )
     if torch.compiler.is_dynamo_compiling():  # compiled code is not differentiated twice
         placements = _in_a_trace(x)
@@ -64,7 +67,11 @@ def to_torch(x: DTensor) -> Any:
         TypeError: `x` is not a DTensor of this package.
     """
     if not isinstance(x, DTensor):
-        raise TypeError(f"to_torch takes a dtensor.DTensor, got {type(x).__name__}")
+        raise ArgumentTypeError(
+            f"to_torch takes a dtensor.DTensor, got {type(x).__name__}; write distribute_tensor or "
+            f"DTensor.from_local for "
+            "a plain tensor"
+        )
     local = x.to_local()
     mesh = x.device_mesh
     placements = _torch_placements(x.placements, mesh)

@@ -2,6 +2,8 @@
 
 import re
 
+from ..errors import ArgumentError
+
 _CALL = re.compile(
     r"(?:(?P<result>\w+) = )?torch\.ops\._c10d_functional\.(?P<op>\w+)\.default\((?P<first>\w+)"
     r"|extern_kernels\.(?P<product>mm|addmm|bmm|baddbmm)\("
@@ -40,7 +42,7 @@ def products_while_under_way(code: str) -> list[int]:
         elif call["first"] in started:
             found[call["first"]] = products - started[call["first"]]
     if missing := [name for name in started if name not in found]:
-        raise ValueError(f"started and never waited for: {', '.join(missing)}")
+        raise ArgumentError(f"started and never waited for: {', '.join(missing)}")
     return [found[name] for name in started]
 
 

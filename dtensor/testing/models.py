@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from ..errors import ArgumentError
 from ..layout.placements import Replicate, Shard
 from ..parallel import (
     ColwiseParallel,
@@ -102,7 +103,7 @@ class Attention(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         if args.dim % args.n_heads:
-            raise ValueError(f"dim is a multiple of n_heads; got dim={args.dim}, n_heads={args.n_heads}")
+            raise ArgumentError(f"dim is a multiple of n_heads; got dim={args.dim}, n_heads={args.n_heads}")
         self.n_heads: int = args.n_heads
         self.head_dim: int = args.dim // args.n_heads
         self.dropout_p: float = args.dropout_p
@@ -178,7 +179,9 @@ class Transformer(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         _, seq = tokens.size()
         if seq > self.max_seq_len:
-            raise ValueError(f"a sequence of {seq} tokens exceeds max_seq_len={self.max_seq_len}; write a larger one")
+            raise ArgumentError(
+                f"a sequence of {seq} tokens exceeds max_seq_len={self.max_seq_len}; write a larger one"
+            )
         h = self.tok_embeddings(tokens) + self.pos_embeddings(torch.arange(seq, device=tokens.device))
         h = self.dropout(h)
         for layer in self.layers:

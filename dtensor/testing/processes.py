@@ -23,6 +23,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from ..errors import ArgumentError, ArgumentTypeError
 from ..mesh.stages import Stage
 from .child import LEAVE, STACKS_SIGNAL, Failure, Job, Surroundings, rank_main
 from .references import FunctionReference
@@ -94,9 +95,9 @@ def run_ranks(
         TypeError: `timeout` is not a number.
     """
     if not isinstance(nproc, int) or nproc < 1:
-        raise ValueError(f"nproc, the number of ranks, must be an int of at least 1; got {nproc!r}")
+        raise ArgumentError(f"nproc, the number of ranks, must be an int of at least 1; got {nproc!r}")
     if not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout must be a number of seconds; got {timeout!r}")
+        raise ArgumentTypeError(f"timeout must be a number of seconds; got {timeout!r}")
     function = FunctionReference.of(fn)
     kept = None if fresh else _kept
     with tempfile.TemporaryDirectory(prefix="dtensor-ranks-") as folder:

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import ArgumentTypeError
 from .processes import TIMEOUT, run_ranks
 from .threads import run_threads
 
@@ -57,7 +58,7 @@ def _on_ranks(run: Callable[..., None], fn: Test) -> Test:
     signature = inspect.signature(fn)
     names = list(signature.parameters)
     if names[:1] != ["rank"]:
-        raise TypeError(f"a test on ranks takes `rank` first; write `def {fn.__name__}(rank, ...)`")
+        raise ArgumentTypeError(f"a test on ranks takes `rank` first; write `def {fn.__name__}(rank, ...)`")
     shown = signature.replace(parameters=[signature.parameters[name] for name in names[1:]])
 
     @functools.wraps(fn)

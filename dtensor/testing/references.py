@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import ArgumentError
+
 
 @dataclass(frozen=True)
 class FunctionReference:
@@ -39,7 +41,7 @@ class FunctionReference:
         """
         qualname = getattr(fn, "__qualname__", None)
         if qualname is None or "<" in qualname:
-            raise ValueError(
+            raise ArgumentError(
                 f"the ranks look up {fn!r} by name, so it must be a function at the top level of a module; "
                 "define it there and pass the variables it closes over as arguments"
             )

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..errors import ArgumentError, CallOrderError
 from ..torch_private.core import threaded_process_group
 from .processes import TIMEOUT, RankError
 
@@ -46,9 +47,9 @@ def run_threads(fn: Callable[..., Any], nthreads: int, *args: Any, timeout: floa
         ValueError: `nthreads` is less than 1.
     """
     if nthreads < 1:
-        raise ValueError(f"nthreads, the number of ranks, must be at least 1; got {nthreads}")
+        raise ArgumentError(f"nthreads, the number of ranks, must be at least 1; got {nthreads}")
     if dist.is_initialized():
-        raise RuntimeError(
+        raise CallOrderError(
             "run_threads makes a process group of threads, but this process is already a rank of a process group; "
             "call run_threads from a process that is not"
         )

@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from ..comm.collectives import ops
+from ..errors import ArgumentError
 from ..layout.cost import WORK, Link, log2_ceil, seconds, wire_bytes
 from ..layout.machine import Machine
 from ..mesh.groups import group_size
@@ -164,7 +165,7 @@ def on_rank(rank: int, options: Options) -> Outcome | None:
     world = dist.get_world_size()
     per_host = int(os.environ.get(RANKS_PER_HOST, world))
     if world < 2 or world % per_host:
-        raise ValueError(
+        raise ArgumentError(
             f"{world} ranks with {per_host} per host have no link to measure; start 2 or more ranks, the same number "
             "on each host"
         )
@@ -296,7 +297,7 @@ def fit(timings: Sequence[Timing]) -> Link:
     launch, per_copied = _least_squares([[1.0, t.size] for t in copied], copied)
     if per_byte == 0 or per_copied == 0:
         what = "collectives" if per_byte == 0 else "copies"
-        raise ValueError(f"the times of {what} do not grow with the size; measure larger sizes, or more rounds")
+        raise ArgumentError(f"the times of {what} do not grow with the size; measure larger sizes, or more rounds")
     return Link(alpha, 1 / per_byte, 1 / per_copied, launch, start)
 
 
@@ -310,7 +311,7 @@ def _least_squares(rows: Sequence[Sequence[float]], timings: Sequence[Timing]) -
     width = a.shape[-1]
     scale = np.linalg.norm(a, axis=0)
     if not rows or np.linalg.matrix_rank(a / scale) < width:
-        raise ValueError(f"{len(timings)} timings do not determine the constants of a link; measure more sizes")
+        raise ArgumentError(f"{len(timings)} timings do not determine the constants of a link; measure more sizes")
     best, least = np.zeros(width), np.inf
     for columns in (list(c) for k in range(1, width + 1) for c in combinations(range(width), k)):
         x = np.zeros(width)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .compiling import parts_count_as_wholes  # first: it checks the version of torch
+from .own_errors import unlogged
 from .symbolic_sizes import free_symbols, offsets_stand_alone
 
 # isort: split
@@ -142,11 +143,11 @@ def values_are_made_anew() -> None:
 
 
 @functools.cache
-def explain_traced_errors(explain: Callable[[Iterator[Any], str], str | None]) -> None:
-    """Make Dynamo add the text of `explain` to the error when an operator fails on fake tensors.
+def explain_traced_errors(explain: Callable[[Iterator[Any], str], Exception | None]) -> None:
+    """Make Dynamo raise what `explain` returns when an operator fails on fake tensors.
 
     `explain` takes the modules whose code is being traced, innermost first, and the text of the error. It may return
-    None for no addition.
+    None for the operator's own error.
     """
     from torch._dynamo import utils
 
@@ -155,14 +156,15 @@ def explain_traced_errors(explain: Callable[[Iterator[Any], str], str | None]) -
     @functools.wraps(own)
     def run(tracer: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return own(tracer, *args, **kwargs)
+            with unlogged():
+                return own(tracer, *args, **kwargs)
         except RuntimeError as error:
             why, told = error.__cause__, None
             if type(error) is type(why) is RuntimeError:  # other types have a meaning for Dynamo, or are complete
                 told = explain(_modules_traced(tracer.current_tx), str(why))
             if told is None:
                 raise
-            raise RuntimeError(f"{told}\n{error}").with_traceback(error.__traceback__) from why
+            raise RuntimeError(f"{told}\n{error}").with_traceback(error.__traceback__) from told
 
     utils.run_node = run
 

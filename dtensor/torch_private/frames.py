@@ -35,6 +35,7 @@ from torch._inductor import config as inductor_config
 
 from . import graph_cache
 from .graph_cache import WHOLE, exchanging
+from .own_errors import in_the_open
 from .phases import compilation, repeats
 
 BY_IDENTITY = ("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "CLOSURE_MATCH")
@@ -282,7 +283,13 @@ def _compile(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: A
     if self._export or frame.f_code in convert_frame.output_codes or not convert_frame.has_tensor_in_frame(frame):
         return _own_compile(*given, skip=skip + 1)
     with compilation(_named(frame)) as made:
-        found = (_answered if _handlers else _compiled)(*given, skip=skip + 2)
+        try:
+            found = (_answered if _handlers else _compiled)(*given, skip=skip + 2)
+        except Exception as error:
+            own = in_the_open(error, self._one_graph)
+            if own is None:
+                raise
+            raise own from None
         made.made = made.made or found.guarded_code is not None
         return found
 

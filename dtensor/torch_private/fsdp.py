@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ArgumentError, UnsupportedError
 from .core import tree_map
 
 
@@ -152,7 +153,7 @@ def fsdp2_units(module: Any) -> list[FSDP2Unit]:
     for owner in [m for m in _module_state_mapping if m not in inside]:
         for group in getattr(_module_state_mapping[owner](), "_fsdp_param_groups", ()):
             if any(p._module_info.module in inside for p in group.fsdp_params):
-                raise ValueError(
+                raise ArgumentError(
                     f"parameters of this {type(module).__name__} were sharded by a fully_shard on the "
                     f"{type(owner).__name__} around it; convert that module instead"
                 )
@@ -171,7 +172,7 @@ def _check_ties(parameters: list[Any]) -> None:
                 f"{info.param_name} of the {type(info.module).__name__.removeprefix('FSDP')}"
                 for info in (seen[uid], p._module_info)
             ]
-            raise ValueError(
+            raise ArgumentError(
                 f"{one} was tied to {other}, but separate calls of FSDP2's fully_shard have made two parameters of "
                 "them, which would be trained apart; shard the two modules in one call, "
                 "fully_shard([embedding, head], mesh=mesh), or convert the model before it is sharded and write "
@@ -192,20 +193,20 @@ def _fsdp2_unit(state: Any, group: Any) -> FSDP2Unit:
         return FSDP2Unit(state._modules, [], None, state._mp_policy, True, "all")
     for given, kind in ((group.offload_policy, "CPUOffloadPolicy"), (group.mesh_info, "DDPMeshInfo")):
         if type(given).__name__ == kind:
-            raise NotImplementedError(f"torch's FSDP2 with {kind} has no equivalent here; write fully_shard without it")
+            raise UnsupportedError(f"torch's FSDP2 with {kind} has no equivalent here; write fully_shard without it")
     if group.mesh_info.is_spmd_mesh:
-        raise NotImplementedError(
+        raise UnsupportedError(
             "torch's FSDP2 with dp_mesh_dims cannot be converted; give fully_shard the data axes alone, mesh['dp']"
         )
     found, policy = [], state._mp_policy
     for p in group.fsdp_params:
         if getattr(p, "mp_policy", policy) != policy:  # each parameter has its own since torch 2.15
-            raise NotImplementedError(
+            raise UnsupportedError(
                 "torch's FSDP2 with param_dtype_override_fn cannot be converted; give fully_shard one param_dtype"
             )
         unsharded = getattr(p, "_unsharded_param", None)
         if p.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
-            raise ValueError(
+            raise ArgumentError(
                 "FSDP2 holds gradients that it has not reduced; convert the model after a backward with "
                 "set_requires_gradient_sync(True), or after optimizer.zero_grad()"
             )

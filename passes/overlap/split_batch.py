@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dtensor.errors import ArgumentError
 from dtensor.layout.layout import Layout
 from dtensor.mesh.tensor_spec import Spec
 from dtensor.rules import FOR_EMPTY, Call, Candidate, Output, Rule, candidates, rule_of
@@ -85,7 +86,7 @@ class SplitBatch:
 
     def __init__(self, parts: int = 2) -> None:
         if not isinstance(parts, int) or parts < 1:
-            raise ValueError(f"parts is the number of microbatches, at least 1; got {parts!r}")
+            raise ArgumentError(f"parts is the number of microbatches, at least 1; got {parts!r}")
         self.parts = parts
 
     def __call__(self, graph: fx.Graph) -> int:

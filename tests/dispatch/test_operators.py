@@ -254,7 +254,9 @@ def test_operator_without_a_rule_warns_once():
                 found = highest(x, 3)
         assert found.full_tensor().tolist() == [3.0, 2.0, 1.0]
         assert [str(w.message) for w in caught] == [
-            "dtensor_test.highest.default has no sharding rule: its arguments are gathered and it runs on every rank"
+            "dtensor_test.highest.default has no sharding rule: its arguments are gathered and it runs on every "
+            "rank; give it one "
+            "with dtensor.register_sharding"
         ]
 
     run()

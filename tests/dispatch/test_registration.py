@@ -9,7 +9,17 @@ import torch
 import torch.distributed as dist
 
 import dtensor
-from dtensor import DTensor, OperatorError, Partial, Replicate, Rule, Shard, distribute_tensor, init_device_mesh
+from dtensor import (
+    DTensor,
+    OperatorError,
+    Partial,
+    Replicate,
+    Rule,
+    Shard,
+    StrictError,
+    distribute_tensor,
+    init_device_mesh,
+)
 from dtensor.dispatch import dispatch
 from dtensor.rules import RULES
 from dtensor.testing import Case, CountCollectives, with_ranks, with_threads, wrong_candidates
@@ -229,7 +239,7 @@ def test_a_rule_comes_before_the_composite_of_the_library(mesh):
     x = distribute_tensor(torch.rand(4, 4), mesh, [S0])
     dtensor.register_sharding(torch.ops.aten.linalg_vector_norm, "11->")
     assert torch.linalg.vector_norm(x).placements == (R,)
-    with dtensor.strict(), pytest.raises(OperatorError, match=r"aten.linalg_vector_norm.default would redistribute"):
+    with dtensor.strict(), pytest.raises(StrictError, match=r"aten.linalg_vector_norm.default would redistribute"):
         torch.linalg.vector_norm(x)
 
 
@@ -291,7 +301,7 @@ def test_floats_of_a_call_are_seen(mesh):
         ("mk,m->n", {}, r"factor 'n' of an output is in no operand.* write 1 for that dimension"),
         ("m2,m->m1", {}, r"a dimension is a letter, 1, or ... for several; got '2' in 'm2'"),
         ("...k...,m->k", {}, r"... may occur only once in a term"),
-        ("mk,m->mk", {"reduce": "z"}, r"has no factor 'z'; its factors are k, m"),
+        ("mk,m->mk", {"reduce": "z"}, r"has no factor 'z', .*; its factors are k, m"),
         ("mk,m->mk", {"blocked": "z"}, r"has no factor 'z'"),
         ("mk,m->mk", {"reduce": "k"}, r"factor 'k' is in every output, so it is not reduced"),
         ("mk,m->m1", {"reduce": {"k": "mean"}}, r"reduces by one of sum, avg, max, min, product; got 'mean'"),
@@ -325,7 +335,7 @@ def test_a_letter_may_occur_twice_and_the_first_that_is_wrong_is_named():
     assert Rule("mm->m").inputs == (("m", "m"),)
     with pytest.raises(ValueError, match="factor 'x' of an output is in no operand"):
         Rule("m->xy")
-    with pytest.raises(ValueError, match="has no factor 'x'; its factors are k, m"):
+    with pytest.raises(ValueError, match=r"has no factor 'x', .*; its factors are k, m"):
         Rule("mk->m", reduce={"x": "sum", "y": "sum"})
     for option in ("k", "x"):
         with pytest.raises(TypeError, match="positional argument"):
@@ -363,7 +373,7 @@ def test_operators_that_cannot_have_a_rule(op, message):
 
 
 def test_what_is_no_operator():
-    with pytest.raises(TypeError, match=r"takes an operator: .* got <built-in"):
+    with pytest.raises(TypeError, match=r"takes an operator: .* got the function"):
         dtensor.register_sharding(torch.relu, "m->m")
     with pytest.raises(TypeError, match=r"takes the text of a rule and its options, or a dtensor.Rule; got 3"):
         dtensor.register_sharding(scale_rows, 3)
@@ -393,7 +403,7 @@ def test_what_does_not_fit_the_call(mesh):
 
 def test_what_is_written_to_without_a_rule(mesh):
     x = distribute_tensor(torch.zeros(4), mesh, [S0])
-    with dtensor.strict(), pytest.raises(OperatorError, match=r"write x.redistribute\(placements=\[Replicate\(\)\]\)"):
+    with dtensor.strict(), pytest.raises(StrictError, match=r"write x.redistribute\(placements=\[Replicate\(\)\]\)"):
         write(x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

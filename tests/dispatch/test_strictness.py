@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import dtensor
 from dtensor import (
     DTensor,
-    OperatorError,
     Partial,
     Replicate,
     Shard,
@@ -47,7 +46,7 @@ def make(mesh, shape, *placements, grad=False):
 
 
 def refusal(call) -> str:
-    with dtensor.strict(), pytest.raises(OperatorError) as caught:
+    with dtensor.strict(), pytest.raises(StrictError) as caught:
         call()
     return str(caught.value)
 

@@ -399,14 +399,14 @@ def test_ranks_that_ask_for_different_things_or_for_what_cannot_be(rank, tmp_pat
         checkpoints.save(state, "a" if rank else 1)  # pyright: ignore
     with pytest.raises(CheckpointError, match="step counts from 0; got -1"):
         checkpoints.save_async(state, -1)
-    with pytest.raises(CheckpointError, match="the state is a Tensor; give a state dict"):
+    with pytest.raises(CheckpointError, match=r"the state is a Tensor of shape .*; give a dict"):
         checkpoints.save(torch.ones(3), 1)  # pyright: ignore
     with pytest.raises(CheckpointError, match="'bad' has an object of class object, but a checkpoint holds only tens"):
         checkpoints.save({**state, "bad": object()}, 1)
     if rank == 0:
         (tmp_path / "file").write_text("")
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"step 1 could not be written to .*: FileExistsError|NotADirectory"):
+    with pytest.raises(CheckpointError, match=r"step 1 could not be written to .* is a file; give another path"):
         Checkpoints(tmp_path / "file").save(state, 1)
     checkpoints.save(state, 1)
     assert checkpoints.newest() == 1

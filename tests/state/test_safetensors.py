@@ -91,7 +91,7 @@ def test_several_files_and_what_does_not_fit(tmp_path):
     load(state, tmp_path)
     assert state["a"].tolist() == [1, 1]
     assert state["b"].tolist() == [0, 0, 0]
-    with pytest.raises(CheckpointError, match=r"lacks \['c'\] and has in addition \['b'\]; write strict=False"):
+    with pytest.raises(CheckpointError, match=r"lacks 'c', and has in addition 'b'; write strict=False"):
         load({"a": torch.zeros(2), "c": torch.zeros(1)}, tmp_path)
     assert load({"a": torch.zeros(2), "c": torch.zeros(1)}, tmp_path, strict=False) == ["c"]
     with pytest.raises(CheckpointError, match=r"'a' has shape \[2\] in .*, but \[3\] in the state"):

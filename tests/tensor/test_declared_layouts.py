@@ -81,7 +81,7 @@ def test_run_check_tells_all_ranks(rank):
 
 
 GRADIENTS = {
-    "another number": ([S0, S0], "1 axes but 2 placements"),
+    "another number": ([S0, S0], "1 axis but 2 placements"),
     "no such dimension": ([Shard(5)], r"Shard\(5\) does not fit"),
     "no placement": ([3], "a placement is"),
     "no sequence": ("S(0)", "placements must be a sequence"),

@@ -110,7 +110,7 @@ def test_what_is_refused(rank, name):
         make(4, device_mesh=mesh, placements=[Partial()])
     with pytest.raises(ValueError, match=r"make torch\.strided tensors, got layout=torch\.sparse_coo"):
         make(4, layout=torch.sparse_coo, device_mesh=mesh)
-    with pytest.raises(PlacementError, match="the mesh has 1 axes but 2 placements were given"):
+    with pytest.raises(PlacementError, match="the mesh has 1 axis but 2 placements were given"):
         make(4, device_mesh=mesh, placements=[Shard(0), Shard(0)])
     with pytest.raises(PlacementError, match=r"Shard\(1\) does not fit a tensor of 1 dimensions"):
         make(4, device_mesh=mesh, placements=[Shard(1)])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ...comm.from_plain import of_all_ranks
 from ...comm.replication_check import BY_STYLE, compare, is_due
+from ...errors import AgreementError
 from ...mesh.mesh import facts
 from ...torch_private.core import assert_async, is_in_graph, never_traced
 from .size_misfit import PLANNED
@@ -84,7 +85,7 @@ class InputCheck:
                 for rank, what in sorted(of_all_ranks((dist.get_rank(), mine), self.mesh)):
                     told.setdefault(what, []).append(rank)
                 said = "; ".join(f"{what} on ranks {ranks}" for what, ranks in told.items())
-                raise RuntimeError(f"{DIFFERS.format(name=name)}. They passed {said}")
+                raise AgreementError(f"{DIFFERS.format(name=name)}. They passed {said}")
 
 
 def _spread(x: torch.Tensor, group: str) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...errors import MisfitError
+from ...mesh.source_lines import is_users
 from ...tensor.tensor import DTensor
 from ...torch_private.core import traced_with_caller
 from ...torch_private.dynamo import explain_traced_errors
@@ -59,7 +60,7 @@ def _told(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = None if _is_of_its_own(error) else _explained(_modules(error.__traceback__), str(error))
         if found is None:
             raise
-        raise MisfitError(found) from error
+        raise found.with_traceback(_down_to_users(error.__traceback__)) from None
 
 
 def _is_of_its_own(error: RuntimeError) -> bool:
@@ -86,8 +87,21 @@ def _modules(traceback: TracebackType | None) -> list[nn.Module]:
     return [m for m in found if isinstance(m, nn.Module)]
 
 
-def _explained(modules: Iterable[nn.Module], what: str) -> str | None:
-    """The error message, given the modules whose code ran, innermost first; None if no plan covers any of them."""
+def _down_to_users(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames below the last line of the user's, those of torch and of this library."""
+    frames = list(_chain(traceback))
+    while frames and not is_users(frames[-1].tb_frame.f_code.co_filename):
+        frames.pop()
+    found = None
+    for t in reversed(frames):
+        found = TracebackType(found, t.tb_frame, t.tb_lasti, t.tb_lineno)
+    return found
+
+
+def _explained(modules: Iterable[nn.Module], what: str) -> MisfitError | None:
+    """The error, given the modules whose code ran, innermost first; None if no plan covers any of them."""
+    if "dtype" in what:
+        return None
     concerned = [(m, inside) for m in modules if (inside := _planned(m))]
     if not concerned:
         return None
@@ -97,11 +111,12 @@ def _explained(modules: Iterable[nn.Module], what: str) -> str | None:
     path, first = inside[0]
     name = vars(first)[PLANNED].name.removesuffix(path).rstrip(".")
     where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-    return (
+    return MisfitError(
         f"the plan of parallelize_module does not fit {where}: {what.rstrip('.')}. Its code sees this rank's shards: "
         f"{'; '.join(_entry(m) for _, m in inside[:MOST])}. Let a row-wise layer take the output of a column-wise one, "
         "and use local sizes in the code between them (such as the number of heads on one rank); or shard the model "
-        "with distribute_model, where every size is global"
+        "with distribute_model, where every size is global. If one device refuses this input, too, it is the input "
+        "that does not fit"
     )
 
 

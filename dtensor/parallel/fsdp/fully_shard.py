@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ...comm.from_plain import check_source, refuse_torchs
 from ...dispatch.plain_operands import advice
-from ...errors import MeshError
+from ...errors import ArgumentError, ArgumentTypeError, MeshError, PlacementError, UnsupportedError, shown
 from ...layout.placements import Shard, as_placements
 from ...mesh.mesh import one_object
 from ..modules.replaced import following
@@ -44,6 +44,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] = (),
     activations: Literal["local", "global"] = "local",
     src_data_rank: int | None = 0,
+    offload_policy: Any = None,
 ) -> Any:
     """Shards the parameters of `module`, in place, over a data axis.
 
@@ -69,6 +70,7 @@ def fully_shard(
             `mesh`: gradients are those of the loss itself.
         src_data_rank: the rank along each data axis whose parameter values all ranks receive; None uses each rank's
             own, without communication.
+        offload_policy: None, or torch's `OffloadPolicy()`, which offloads nothing: parameters stay on their device.
 
     Returns:
         `module`, whose class is now also a `FullyShardedModule`.
@@ -79,21 +81,27 @@ def fully_shard(
             no module was given; a parameter has no shape yet (a lazy module); an option comes too late for parameters
             that are already sharded; or an axis has no rank `src_data_rank`.
         MeshError: this rank is not in the mesh, or a parameter is on a mesh that cannot be combined with it.
+        NotImplementedError: `offload_policy` would offload something.
         PlacementError: `shard_placement_fn` returned a dim that the parameter does not have.
     """
     modules = list(module) if isinstance(module, Iterable) and not isinstance(module, nn.Module) else [module]
     _check_modules(modules)
     _check_mesh(mesh)
     if not isinstance(reshard_after_forward, bool):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"reshard_after_forward is True or False; got {reshard_after_forward!r}. To gather from fewer ranks, shard "
             "over fewer: give a mesh (replicate, shard)"
         )
+    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
+        raise UnsupportedError(
+            f"fully_shard does not offload parameters; got offload_policy={shown(offload_policy)}, leave it out, and "
+            "shard over more ranks where memory is short"
+        )
     if activations not in ("local", "global"):
-        raise ValueError(f"activations is 'local' or 'global'; got {activations!r}")
+        raise ArgumentError(f"activations is 'local' or 'global'; got {activations!r}")
     check_source(mesh, src_data_rank)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
-        raise TypeError(f"shard_placement_fn is a function of a parameter; got {shard_placement_fn!r}")
+        raise ArgumentTypeError(f"shard_placement_fn is a function of a parameter; got {shard_placement_fn!r}")
     ignored = {id(p) for p in _parameters(ignored_params)}
     unit = Unit(one_object(mesh), policy_of(mp_policy), not reshard_after_forward, activations == "local")
     parts = _Parts(modules, unit, ignored, shard_placement_fn)
@@ -148,7 +156,7 @@ class _Parts:
         }
         if found or any(part is module for module in self.modules):
             if isinstance(part, torch.jit.ScriptModule):
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"{prefix or 'the module itself'} is a scripted module, which reads its parameters by itself; call "
                     "fully_shard on the module it was made from, or pass these parameters as ignored_params"
                 )
@@ -157,7 +165,7 @@ class _Parts:
 
     def _planned(self, parameter: nn.Parameter, name: str) -> Unshard:
         if is_lazy(parameter):
-            raise ValueError(
+            raise ArgumentError(
                 f"parameter {name} has no shape yet (a lazy module); run the module once before fully_shard"
             )
         _, how, before = vars(parameter).get(SHARDED_AS, (None, None, self.unit.mesh))
@@ -182,7 +190,7 @@ class _Parts:
         ignored = [name for name, p in part._parameters.items() if id(p) in self.ignored and name in member.how]
         if self.placement_fn is not None or ignored:
             given = "shard_placement_fn" if self.placement_fn is not None else f"ignored_params ({ignored[0]})"
-            raise ValueError(
+            raise ArgumentError(
                 f"{given} comes too late: the parameters of this {kind} are sharded already, by a call on an "
                 "enclosing module; call fully_shard on this module first"
             )
@@ -192,9 +200,14 @@ def _dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -
     if parameter.dim() == 0:
         return None
     placement = None if placement_fn is None else placement_fn(parameter)
-    (checked,) = as_placements([Shard(0) if placement is None else placement], 1, parameter.dim())
+    try:
+        (checked,) = as_placements([Shard(0) if placement is None else placement], 1, parameter.dim())
+    except PlacementError as error:
+        raise PlacementError(f"shard_placement_fn returned {shown(placement)} for {name}: {error}") from None
     if not isinstance(checked, Shard):
-        raise TypeError(f"shard_placement_fn must return Shard(dim) or None; got {placement!r} for parameter {name}")
+        raise ArgumentTypeError(
+            f"shard_placement_fn must return Shard(dim) or None; got {placement!r} for parameter {name}"
+        )
     return checked.dim
 
 
@@ -202,31 +215,38 @@ def _parameters(ignored: Any) -> list[torch.Tensor]:
     found = list(ignored) if isinstance(ignored, Iterable) and not isinstance(ignored, torch.Tensor) else [ignored]
     for p in found:
         if not isinstance(p, torch.Tensor):
-            raise TypeError(f"ignored_params holds parameters, such as those of model.head.parameters(); got {p!r}")
+            raise ArgumentTypeError(
+                f"ignored_params holds parameters, such as those of model.head.parameters(); got {shown(p)}"
+            )
     return found
 
 
 def _check_modules(modules: list[Any]) -> None:
     if not modules:
-        raise ValueError("fully_shard got an empty list; pass the modules that are gathered together")
+        raise ArgumentError("fully_shard got an empty list; pass the modules that are gathered together")
     for module in modules:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"fully_shard takes an nn.Module, or a list of them; got {type(module).__name__}")
+            raise ArgumentTypeError(
+                f"fully_shard takes an nn.Module, or a list of them; got {shown(module)}, write fully_shard(model, "
+                f"mesh=mesh)"
+            )
         refuse_torchs("fully_shard", module)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            raise ValueError(
+            raise ArgumentError(
                 f"{type(module).__name__} has no forward, during which its parameters would be gathered; call "
                 "fully_shard on the modules inside, or on the enclosing one"
             )
         if any(found is module and member.given for found, member in members(module)):
-            raise ValueError(f"this {type(module).__name__} is fully sharded already; call fully_shard once on each")
+            raise ArgumentError(f"this {type(module).__name__} is fully sharded already; call fully_shard once on each")
 
 
 def _check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"fully_shard takes a DeviceMesh; got {type(mesh).__name__}, write init_device_mesh(...)")
+        raise ArgumentTypeError(
+            f"fully_shard takes a DeviceMesh; got {type(mesh).__name__}, write init_device_mesh(...)"
+        )
     if mesh.ndim > 2:
-        raise ValueError(
+        raise ArgumentError(
             f"fully_shard takes a mesh of one axis, or of two (replicate, shard); this one has {mesh.ndim}; slice the "
             'data axes out, such as mesh["dp"] or mesh["replicate", "shard"]'
         )
@@ -244,7 +264,8 @@ def policy_of(given: Any) -> MixedPrecisionPolicy:
         before_2_15 = not hasattr(given, "param_dtype_override_fn")
         reduce_dtype = given.reduce_dtype or (given.param_dtype if before_2_15 else None)
         return MixedPrecisionPolicy(given.param_dtype, reduce_dtype, given.output_dtype, given.cast_forward_inputs)
-    raise TypeError(f"mp_policy is a MixedPrecisionPolicy or None; got {given!r}")
+    fix = f", write MixedPrecisionPolicy(param_dtype={given})" if isinstance(given, torch.dtype) else ""
+    raise ArgumentTypeError(f"mp_policy is a MixedPrecisionPolicy or None; got {shown(given)}{fix}")
 
 
 __all__ = ["fully_shard", "policy_of"]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ...comm.from_plain import check_module
+from ...errors import ArgumentTypeError
 from ...tensor.tensor import DTensor
 
 
@@ -32,7 +33,7 @@ def materialize(module: nn.Module, device: torch.device | str | None = None) -> 
     parts = {name: part for name, part in module.named_modules() if part._parameters or part._buffers}
     mute = [f"{name or 'the module itself'} ({type(part).__name__})" for name, part in parts.items() if not _can(part)]
     if mute:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"these modules have parameters or buffers but no reset_parameters(): {', '.join(mute)}; "
             "give their classes one, or write module.to_empty(device=...) and initialise them yourself"
         )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from ...errors import ArgumentError, ArgumentTypeError
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -38,9 +40,11 @@ class MixedPrecisionPolicy:
             if not field.name.endswith("_dtype") or given is None:
                 continue
             if not isinstance(given, torch.dtype):
-                raise TypeError(f"{field.name} is a torch.dtype or None; got {given!r}, write such as torch.bfloat16")
+                raise ArgumentTypeError(
+                    f"{field.name} is a torch.dtype or None; got {given!r}, write such as torch.bfloat16"
+                )
             if not given.is_floating_point:
-                raise ValueError(
+                raise ArgumentError(
                     f"{field.name} must be a floating point dtype; got {given}, write such as torch.bfloat16"
                 )
 

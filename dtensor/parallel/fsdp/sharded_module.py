@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...comm.from_plain import refuse_export, refuse_function_transforms
+from ...errors import ArgumentError, ArgumentTypeError
 from ...tensor.own_losses import mark
 from ...tensor.tensor import DTensor
 from ...torch_private.core import never_traced, traced_with_caller, tree_map
@@ -96,7 +97,7 @@ class FullyShardedModule(nn.Module):
             _, found, _ = vars(param).get(SHARDED_AS, (None, how[name], None))
             lies = (param._spec.layout, param.device_mesh) if isinstance(param, DTensor) else None
             if lies != (found.layout, found.mesh):
-                raise ValueError(
+                raise ArgumentError(
                     f"{name} of a fully sharded module is a DTensor {list(how[name].layout.placements)} on "
                     f"{how[name].mesh}; write module.{name}.copy_(values) under torch.no_grad() for other values, or "
                     "replace it before fully_shard"
@@ -116,7 +117,7 @@ class FullyShardedModule(nn.Module):
 
 def _check_flag(name: str, given: Any) -> None:
     if not isinstance(given, (bool, numpy.bool_)):
-        raise TypeError(f"{name} is True or False; got {given!r}")
+        raise ArgumentTypeError(f"{name} is True or False; got {given!r}")
 
 
 def join(module: nn.Module, unit: Unit, how: dict[str, Unshard], given: bool) -> None:

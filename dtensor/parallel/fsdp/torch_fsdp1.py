@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from ...errors import ArgumentError, ArgumentTypeError
 from ...layout.layout import Layout
 from ...mesh.groups import canonical
 from ...mesh.mesh import group_name
@@ -81,19 +82,19 @@ class DTensorExtensions:
         if not isinstance(tensor, DTensor):
             return self.others.pre_flatten_transform(tensor)
         if self.kept:
-            raise ValueError(
+            raise ArgumentError(
                 "FullyShardedDataParallel with NO_SHARD (which it also takes on an axis of one rank) and "
                 "use_orig_params keeps the parameters, which then cannot be DTensors; write use_orig_params=False, or "
                 "another strategy"
             )
         if self._flattened.get(id(tensor)) is tensor:
-            raise ValueError(
+            raise ArgumentError(
                 f"a parameter of shape {list(tensor.shape)} is shared by two modules of one FullyShardedDataParallel, "
                 "which supports shared parameters only if they are plain tensors; leave both modules out of the plan, "
                 "or write dtensor.parallel.fully_shard instead"
             )
         if tensor._spec.layout.partial:
-            raise ValueError(
+            raise ArgumentError(
                 f"a parameter of shape {list(tensor.shape)} is {list(tensor.placements)}, which "
                 "FullyShardedDataParallel cannot flatten; redistribute it to Shard or Replicate first"
             )
@@ -111,7 +112,7 @@ class DTensorExtensions:
             return self.others.post_unflatten_transform(tensor, param_extension)
         spec = param_extension
         if tuple(tensor.shape) != spec.local_shape():
-            raise ValueError(
+            raise ArgumentError(
                 f"a parameter of shape {list(spec.shape)}, placed as {list(spec.layout.placements)}, has a part of "
                 f"shape {list(spec.local_shape())} on this rank; got one of shape {list(tensor.shape)}: the state dict "
                 "was saved under another plan, load it with dtensor.Checkpoints or torch.distributed.checkpoint"
@@ -158,7 +159,7 @@ class DTensorExtensions:
         if is_torch_dtensor(tensor):
             tensor = from_torch(tensor)
         if not isinstance(tensor, DTensor):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"a sharded state dict holds DTensors, not {type(tensor).__name__}; load what was saved under "
                 "StateDictType.SHARDED_STATE_DICT, or distribute_tensor(x, mesh, placements)"
             )

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...comm.from_plain import check_module, mesh_of
+from ...errors import ArgumentTypeError, CallOrderError
 from ...layout.placements import Placement, Replicate, as_placements
 from ...tensor.factories import distribute_tensor, of_xla, on_xla
 from ...tensor.tensor import DTensor
@@ -75,7 +76,7 @@ def distribute_module(
     check_module("distribute_module", module)
     mesh = mesh_of(device_mesh)
     if getattr(module, DISTRIBUTED, False):
-        raise RuntimeError("distribute_module was already called on this module; call it once, on the plain module")
+        raise CallOrderError("distribute_module was already called on this module; call it once, on the plain module")
     if on_xla(mesh):
         return of_xla("xla_distribute_module")(module, mesh, partition_fn, input_fn, output_fn)
     take = None if input_fn is None else _take(input_fn, mesh)
@@ -132,7 +133,7 @@ def _replicate_rest(module: nn.Module, mesh: Any) -> None:
 
 def _check_function(hook: Any, name: str, form: str) -> None:
     if not callable(hook):
-        raise TypeError(f"{name} is a function of {form}; got {hook!r}")
+        raise ArgumentTypeError(f"{name} is a function of {form}; got {hook!r}")
 
 
 def _takes_module(hook: Callable[..., Any], name: str, form: str) -> bool:
@@ -142,7 +143,7 @@ def _takes_module(hook: Callable[..., Any], name: str, form: str) -> bool:
         warnings.warn(f"{name} with two arguments is deprecated; write {name}{form}", FutureWarning, stacklevel=4)
         return False
     if count != 3:
-        raise TypeError(f"{name} takes {form}, the one given takes {count} arguments")
+        raise ArgumentTypeError(f"{name} takes {form}, the one given takes {count} arguments")
     return True
 
 

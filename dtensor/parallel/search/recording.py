@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ...errors import PlacementError
+from ...errors import ArgumentError, PlacementError
 from ...rules import SHAPES
 from ...torch_private.core import (
     FakeTensorMode,
@@ -46,7 +46,7 @@ def default_loss(outputs: Any) -> torch.Tensor:
     found: list[torch.Tensor] = []
     tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else None, outputs)
     if not found:
-        raise ValueError("the model returns no floating-point tensor; pass loss=, a function of what it returns")
+        raise ArgumentError("the model returns no floating-point tensor; pass loss=, a function of what it returns")
     return found[0] if len(found) == 1 and not found[0].dim() else torch.stack([x.sum() for x in found]).sum()
 
 

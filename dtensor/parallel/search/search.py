@@ -7,13 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import PlacementError
+from ...errors import ArgumentError, ArgumentTypeError, PlacementError, shown
 from ...layout.cost import INTER, INTRA, Link, Network
 from ...layout.machine import MACHINES, Machine
 from ...layout.placements import Placement
@@ -41,6 +42,9 @@ PER_HOST = 8
 """Ranks of a host, for a mesh that is given by its sizes."""
 
 Mode = Literal["training", "forward"]
+
+
+UNITS = {"memory": " of bytes, such as 80e9", "gap": ", such as 0.01", "limit": " of seconds"}
 
 
 @Stage("searching a plan")
@@ -110,8 +114,8 @@ def search(
         ValueError: an argument is out of its range.
     """
     for name, value in (("memory", memory), ("gap", gap), ("limit", limit)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} is a positive number; got {value!r}")
+        if value is not None and not (isinstance(value, Real) and value > 0):
+            raise ArgumentError(f"{name} is a positive number{UNITS[name]}; got {value!r}")
     _whole("split_batch", split_batch)
     regime = Regime(mode == "training", optimizer_states, split_batch or 1, gradients)
     step = _Step(mesh, links, device_type, machine, mode, regime)
@@ -190,6 +194,12 @@ def predict(
         PlacementError: the plan is for another mesh, a name in it matches nothing, or placements do not fit.
         ValueError: an argument is out of its range.
     """
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError(
+            f"predict takes a Plan; got {shown(plan)}, write predict(model, mesh, inputs, Plan.load(file)) or a "
+            f"plan of "
+            "dtensor.search"
+        )
     parts = plan.options.get("split_batch", 1)
     _whole("the plan's option split_batch", parts)
     regime = Regime(mode == "training", optimizer_states, parts, plan.gradients)
@@ -209,7 +219,7 @@ def predict(
 
 def _whole(name: str, parts: Any) -> None:
     if parts is not None and (not isinstance(parts, int) or parts < 1):
-        raise ValueError(f"{name} is a number of microbatches, 1 or more; got {parts!r}")
+        raise ArgumentError(f"{name} is a number of microbatches, 1 or more; got {parts!r}")
 
 
 class _Step:
@@ -225,7 +235,7 @@ class _Step:
         regime: Regime,
     ) -> None:
         if mode not in ("training", "forward"):
-            raise ValueError(f'mode is "training" or "forward"; got {mode!r}')
+            raise ArgumentError(f'mode is "training" or "forward"; got {mode!r}')
         self.sizes, network, own, device = _mesh(mesh, links, device_type)
         machine = machine or _machine(mesh, device) or MACHINES.get(device, MACHINES["cpu"])
         self._choices = Choices(torch.device(device), network, machine, own)
@@ -354,7 +364,7 @@ def _mesh(
         sizes, device = dict(zip(names, mesh.shape)), mesh.device_type
         network = own = facts(mesh).network
     if unknown := [axis for axis in links if axis not in sizes]:
-        raise ValueError(f"links: the mesh has axes {list(sizes)} and no {unknown[0]!r}")
+        raise ArgumentError(f"links: the mesh has axes {list(sizes)} and no {unknown[0]!r}")
     given = Network.of(network.sizes, tuple([links.get(axis, known) for axis, known in zip(sizes, network.links)]))
     return sizes, given, own, device
 

@@ -7,14 +7,18 @@ changed is up to its `ParallelStyle`.
 import difflib
 import warnings
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.from_plain import check_module, mesh_of
+from ...errors import ArgumentError, ArgumentTypeError, CallOrderError, shown
+from ...layout.placements import Placement
 from ...torch_private.core import mesh_resources
 from ..checks.rank_variance import watch
 from ..checks.size_misfit import Planned, tell_of_misfits
+from ..modules.distribute_module import DISTRIBUTED
 from ..modules.replaced import following
 from ..modules.ties import Ties
 from .style import ParallelStyle
@@ -60,6 +64,7 @@ def parallelize_module(
         TypeError: `module` is not a module, or the plan is neither a style nor a dict from names to styles, or a style
             is derived from one of torch's.
     """
+    check_module("parallelize_module", module)
     mesh = _one_axis_mesh(device_mesh)
     if parallelize_plan is None:
         warnings.warn(
@@ -86,7 +91,7 @@ def _one_axis_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
         try:
             mesh = mesh_resources.get_current_mesh()
         except RuntimeError:
-            raise ValueError(
+            raise ArgumentError(
                 "parallelize_module was given no device_mesh and is not called within one; "
                 "write device_mesh=..., or call it inside `with mesh:`"
             ) from None
@@ -98,7 +103,7 @@ def _one_axis_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
             if names
             else 'name the axes, init_device_mesh(..., mesh_dim_names=("dp", "tp")), and slice one out: mesh["tp"]'
         )
-        raise ValueError(f"parallelize_module works over a mesh of one axis, but this one has {mesh.ndim}; {fix}")
+        raise ArgumentError(f"parallelize_module works over a mesh of one axis, but this one has {mesh.ndim}; {fix}")
     return mesh
 
 
@@ -106,24 +111,49 @@ def _resolved(
     module: nn.Module, plan: ParallelStyle | dict[str, ParallelStyle]
 ) -> list[tuple[nn.Module, Planned, ParallelStyle]]:
     """The modules to parallelize, each with its plan entry and style, in order."""
-    check_module("parallelize_module", module)
     plan = as_our_style(plan)
     if isinstance(plan, ParallelStyle):
         return [(module, Planned("", "", type(plan).__name__), plan)]
     if not isinstance(plan, dict):
-        raise TypeError(
-            f"parallelize_plan is a ParallelStyle or a dict from module names to styles; got {type(plan).__name__}"
+        raise ArgumentTypeError(
+            f"parallelize_plan is a ParallelStyle or a dict from module names to styles; got {shown(plan)}, write "
+            'such as {"up": ColwiseParallel(), "down": RowwiseParallel()}'
         )
     targets = []
     modules = dict(module.named_modules(remove_duplicate=False))
     for pattern, style in plan.items():
         if not isinstance(pattern, str):
-            raise TypeError(f"parallelize_plan has names of modules as its keys; got {pattern!r}, write '{pattern}'")
+            raise ArgumentTypeError(
+                f"parallelize_plan has names of modules as its keys; got {pattern!r}, write '{pattern}'"
+            )
         style = as_our_style(style)
         if not isinstance(style, ParallelStyle):
-            raise TypeError(f"parallelize_plan[{pattern!r}] is not a ParallelStyle but {style!r}")
-        targets += [(m, Planned(name, pattern, type(style).__name__), style) for name, m in _matching(modules, pattern)]
+            raise ArgumentTypeError(
+                f"parallelize_plan[{pattern!r}] is not a ParallelStyle but {shown(style)}; {_style_for(style)}"
+            )
+        matching = _matching(modules, pattern)
+        again = [name for name, m in matching if style.shards_parameters and getattr(m, DISTRIBUTED, False)]
+        if again:
+            raise CallOrderError(
+                f"{again[0] or 'the module'} was parallelized before, so {type(style).__name__}() would shard shards; "
+                "call parallelize_module once, on the plain module, with one plan for all of it"
+            )
+        targets += [(m, Planned(name, pattern, type(style).__name__), style) for name, m in matching]
     return targets
+
+
+def _style_for(given: Any) -> str:
+    """What to write in a plan in place of something that is no style."""
+    if isinstance(given, type) and issubclass(given, ParallelStyle):
+        return f"write {given.__name__}()"
+    if isinstance(given, Placement):
+        return (
+            "write ColwiseParallel() or RowwiseParallel(), or for placements of parameters "
+            f'distribute_model(model, mesh, {{"name.weight": [{given!r}]}})'
+        )
+    styles = {"colwise": "ColwiseParallel", "rowwise": "RowwiseParallel", "sequence": "SequenceParallel"}
+    near = difflib.get_close_matches(str(given).lower(), styles, n=1)
+    return f"write {styles[near[0]]}()" if near else "write such as ColwiseParallel() or RowwiseParallel()"
 
 
 def _check_ties(module: nn.Module, ties: Ties, targets: list[tuple[nn.Module, ParallelStyle]]) -> None:
@@ -134,7 +164,7 @@ def _check_ties(module: nn.Module, ties: Ties, targets: list[tuple[nn.Module, Pa
         told = [m for m, _ in holders if m in sharded]
         rest = [m for m, _ in holders if m not in sharded]
         if told and rest:
-            raise ValueError(
+            raise ArgumentError(
                 f"parallelize_plan shards {names[told[0]]!r}, which shares a parameter with {names[rest[0]]!r}, but "
                 f"does not shard that; add an entry for {names[rest[0]]!r} (ColwiseParallel for an nn.Linear goes "
                 "with RowwiseParallel for the nn.Embedding tied to it)"
@@ -148,7 +178,7 @@ def _matching(modules: dict[str, nn.Module], pattern: str) -> list[tuple[str, nn
         named = [name for name in modules if name]
         near = difflib.get_close_matches(pattern, named, n=5, cutoff=0.3) or named[:5]
         hint = f"the nearest names are: {', '.join(near)}" if near else "it has no modules inside; write ''"
-        raise ValueError(
+        raise ArgumentError(
             f"parallelize_plan names {pattern!r}, but no module of {type(modules['']).__name__} matches; {hint}"
         )
     return [(name, m) for m, name in reversed(found.items())]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...errors import ArgumentError, ArgumentTypeError
 from ...layout.placements import Placement
 from ..modules.forward_wrapping import wrap_forward
 from .style import ParallelStyle, as_layout, to_layout
@@ -123,7 +124,9 @@ class PrepareModuleOutput(ParallelStyle):
             "output_layouts", output_layouts, "desired_output_layouts", desired_output_layouts
         )
         if self.output_layouts is None:
-            raise ValueError("PrepareModuleOutput needs output_layouts; write a placement, or a tuple of one for each")
+            raise ArgumentError(
+                "PrepareModuleOutput needs output_layouts; write a placement, or a tuple of one for each"
+            )
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -210,17 +213,17 @@ def _paired(argument: str, given: Layouts, desired_argument: str, desired: Layou
     """Both arguments as tuples of the same length, or both None."""
     layouts, desired_layouts = _as_layouts(argument, given), _as_layouts(desired_argument, desired)
     if layouts is None and desired_layouts is not None:
-        raise ValueError(
+        raise ArgumentError(
             f"{desired_argument}={desired!r} is given without {argument}; write {argument} too, "
             "to say in which layout plain tensors arrive"
         )
     if layouts is not None and desired_layouts is None:
-        raise ValueError(
+        raise ArgumentError(
             f"{argument}={given!r} is given without {desired_argument}; write {desired_argument} too, "
             f"the same as {argument} if nothing is to be redistributed"
         )
     if layouts is not None and desired_layouts is not None and len(layouts) != len(desired_layouts):
-        raise ValueError(
+        raise ArgumentError(
             f"{argument} has {len(layouts)} layouts but {desired_argument} has {len(desired_layouts)}: {given!r}, "
             f"{desired!r}; write one for each value in both, None for a value to be left alone"
         )
@@ -232,10 +235,10 @@ def _paired_by_name(given: KwargLayouts, desired: KwargLayouts) -> dict[str, tup
     given, desired = given or {}, desired or {}
     for name, layouts in (("input_kwarg_layouts", given), ("desired_input_kwarg_layouts", desired)):
         if not isinstance(layouts, Mapping):
-            raise TypeError(f"{name} is a dict from keyword to placement; got {layouts!r}")
+            raise ArgumentTypeError(f"{name} is a dict from keyword to placement; got {layouts!r}")
     if given.keys() != desired.keys():
         odd = ", ".join(sorted(given.keys() ^ desired.keys()))
-        raise ValueError(
+        raise ArgumentError(
             "input_kwarg_layouts and desired_input_kwarg_layouts name different keywords; "
             f"write a layout in both for: {odd}"
         )
@@ -256,7 +259,7 @@ def _check_keywords(module: nn.Module, layouts: dict[str, tuple[Any, ...]]) -> N
     for name in layouts:
         if name not in parameters:
             near = difflib.get_close_matches(name, parameters) or list(parameters)
-            raise ValueError(
+            raise ArgumentError(
                 f"input_kwarg_layouts names {name!r}, which {type(module).__name__}.forward does not take; "
                 f"write one of: {', '.join(near)}"
             )
@@ -286,7 +289,7 @@ def _all_to_layout(
     compared_for: nn.Module | None = None,
 ) -> tuple[torch.Tensor | Any, ...]:
     if len(values) != len(given):
-        raise ValueError(
+        raise ArgumentError(
             f"{argument} has {len(given)} layouts, but the module has {len(values)} values; "
             "write one layout for each, None for a value to be left alone"
         )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...errors import ArgumentError, UnsupportedError
 from ...layout.placements import Placement, as_placement
 from ...tensor.tensor import DTensor
 from ..checks.input_check import compare_input
@@ -58,9 +59,11 @@ class ParallelStyle(ABC):
 
     def refuse(self, module: nn.Module) -> NoReturn:
         """Raise NotImplementedError for a module that a style for nn.Linear and nn.Embedding cannot shard."""
-        raise NotImplementedError(
-            f"{type(self).__name__} shards nn.Linear and nn.Embedding, not {type(module).__name__}; apply it to the "
-            "linear layers and embeddings inside, or write a ParallelStyle of your own for this module"
+        raise UnsupportedError(
+            f"{type(self).__name__} shards nn.Linear and nn.Embedding, not {type(module).__name__}; name the linear "
+            'layers and embeddings inside, such as {"up": ColwiseParallel()}, write SequenceParallel() for a norm, '
+            "or a "
+            "ParallelStyle of your own for this module"
         )
 
 
@@ -82,7 +85,7 @@ def as_layout(argument: str, given: Any) -> Placement | None:
         ValueError: `given` is not one placement.
     """
     if isinstance(given, (tuple, list)):
-        raise ValueError(
+        raise ArgumentError(
             f"{argument} is one placement, as a style works on a mesh of one axis; got {given!r}, "
             f"write {argument}={given[0] if given else 'Replicate()'!r}"
         )
@@ -102,7 +105,9 @@ def to_layout(
     """
     if not isinstance(x, DTensor):
         if not isinstance(x, torch.Tensor):
-            raise ValueError(f"layout {given!r} is given for a value that is not a tensor but {x!r}; write None for it")
+            raise ArgumentError(
+                f"layout {given!r} is given for a value that is not a tensor but {x!r}; write None for it"
+            )
         alike = compared_for is not None and given.is_replicate()
         if torch.compiler.is_dynamo_compiling():  # skips from_local, as each line is slow to trace
             x = torch.ops.dtensor.from_local(x, mesh, str(given), (), (), "", alike)
@@ -120,7 +125,7 @@ def first_to_layout(given: Placement, wanted: Placement, mesh: DeviceMesh, compa
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not args:
-            raise ValueError(
+            raise ArgumentError(
                 f"{type(module).__name__} is parallelized by a style that prepares its first positional input, but "
                 "was called with keywords only; pass the input by position"
             )

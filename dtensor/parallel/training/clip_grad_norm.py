@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...errors import ArgumentError, ArgumentTypeError, ShardingError, shown
 from ...layout.placements import Partial, Replicate
 from ...tensor.tensor import DTensor
 from ...torch_private.core import root_mesh
@@ -50,17 +51,19 @@ def clip_grad_norm_(
     )
     for x in given:
         if not _is_tensor(x):
-            raise TypeError(f"parameters are tensors, such as model.parameters(); got {x!r}")
+            raise ArgumentTypeError(
+                f"parameters are tensors, write clip_grad_norm_(model.parameters(), ...); got {shown(x)}"
+            )
     for name, norm in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not isinstance(norm, (Real, torch.Tensor)):
-            raise TypeError(f"{name} is a number; got {norm!r}")
+            raise ArgumentTypeError(f"{name} is a number; got {norm!r}")
     p = float(norm_type)
     if not p > 0:
-        raise ValueError(f"norm_type is positive, or inf; got {norm_type}")
+        raise ArgumentError(f"norm_type is positive, or inf; got {norm_type}")
     grads = [_settled(x) for x in given if x.grad is not None]
     total = _total(grads, p)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
+        raise ShardingError(
             f"the norm of order {p} of the gradients is {total.item()}, so it cannot be clipped; write "
             "error_if_nonfinite=False to scale by it anyway"
         )

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.from_plain import check_module, mesh_of
+from ...errors import ArgumentError, ArgumentTypeError
 from ...layout.layout import Layout
 from ...mesh.mesh import group_name
 from ...mesh.tensor_spec import Spec
@@ -49,9 +50,11 @@ def input_reshard(module: nn.Module, device_mesh: DeviceMesh, input_reshard_dim:
     if input_reshard_dim is None:
         return module
     if not isinstance(input_reshard_dim, Integral):
-        raise TypeError(f"input_reshard_dim is a dimension of the activations, or None; got {input_reshard_dim!r}")
+        raise ArgumentTypeError(
+            f"input_reshard_dim is a dimension of the activations, or None; got {input_reshard_dim!r}"
+        )
     if device_mesh.ndim != 1:
-        raise ValueError(
+        raise ArgumentError(
             f"input_reshard works over a mesh of one axis, this one has {device_mesh.ndim}; write mesh['tp'] for the "
             "axis over which the activations are replicated"
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...comm.from_plain import refuse_tangent
+from ...errors import ArgumentError
 from ...layout.placements import Replicate
 from ...tensor.tensor import DTensor
 from ...torch_private.core import intercept
@@ -78,18 +79,20 @@ def linear_cross_entropy(
 
 def _check(x: Any, weight: Any, target: Any, bias: Any, reduction: str) -> None:
     if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1] or x.shape[:-1] != target.shape:
-        raise ValueError(
+        raise ArgumentError(
             "linear_cross_entropy takes x (..., d), weight (classes, d) and target (...); got shapes "
             f"{tuple(x.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
         )
     if target.is_floating_point():
-        raise ValueError(
-            f"linear_cross_entropy takes the class of each sample, not probabilities; target is of dtype {target.dtype}"
+        raise ArgumentError(
+            f"linear_cross_entropy takes the class of each sample, not probabilities; target is of dtype "
+            f"{target.dtype}; write "
+            "target.long(), or cross_entropy(linear(x, weight), target) for probabilities"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"the bias has one number for each of {weight.shape[0]} classes; got {tuple(bias.shape)}")
+        raise ArgumentError(f"the bias has one number for each of {weight.shape[0]} classes; got {tuple(bias.shape)}")
     if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+        raise ArgumentError(f"reduction is one of {', '.join(REDUCTIONS)}; got {reduction!r}")
 
 
 def _smooth(x: Any, weight: Any, bias: Any, class_weight: Any, lse: Any) -> Any:

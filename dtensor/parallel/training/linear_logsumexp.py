@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...errors import ArgumentError
 from ...mesh.operator_library import library
 
 library.define(
@@ -47,7 +48,7 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 def linear_lse(x: Any, weight: Any, bias: Any, row: Any, none: int, chunk: int) -> Any:
     if chunk < 1:
-        raise ValueError(f"chunk is a number of samples, at least 1; got {chunk}")
+        raise ArgumentError(f"chunk is a number of samples, at least 1; got {chunk}")
     lse = x.new_full((row.numel(),), -torch.inf, dtype=accumulated(x.dtype))
     picked = torch.zeros_like(lse)
     if weight.shape[0]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import PlacementError
+from ...errors import PlacementError, shown
 from ...layout.placements import Placement, Replicate, Shard, as_placement, as_placements
 from ...tensor.tensor import DTensor
 from ..fsdp.sharding import SHARDED_AS, joint_mesh
@@ -42,7 +42,7 @@ def chosen_placements(
         pattern = pattern_for(name, given)
         if pattern is None:
             continue
-        found = _placed(given[pattern], mesh, x, f"{name} ({pattern!r})")
+        found = _placed(given[pattern], mesh, x, name if name == pattern else f"{name} ({pattern!r})")
         if chosen.setdefault(x, found) != found:
             raise PlacementError(
                 f"{said[x]} and {name} are one tensor, but its placements are given as both {list(chosen[x])} and "
@@ -75,28 +75,33 @@ def _specific(pattern: str) -> int:
 
 def _placed(given: Placements, mesh: Any, x: torch.Tensor, what: str) -> tuple[Placement, ...]:
     try:
-        return as_placements(_by_axis(given, mesh, what), mesh.ndim, x.dim())
+        return as_placements(_by_axis(given, mesh), mesh.ndim, x.dim())
     except PlacementError as error:
         raise PlacementError(f"{what} of shape {list(x.shape)}: {error}") from None
 
 
-def _by_axis(given: Placements, mesh: Any, what: str) -> list[Placement]:
+def _by_axis(given: Placements, mesh: Any) -> list[Placement]:
     """One placement for each axis of the mesh.
 
     Raises:
         PlacementError: the mesh has no such axis, the number of placements is wrong, or one is not a placement.
     """
     if not isinstance(given, Mapping):
-        found = [given] if isinstance(given, Placement) else list(given)
-        if isinstance(given, Placement) or len(found) != mesh.ndim:
+        if not isinstance(given, (list, tuple)) or len(given) != mesh.ndim:
+            one = isinstance(given, Placement)
+            such = [*[Replicate()] * (mesh.ndim - 1), given if one else Shard(0)]
+            style = ", and styles go to parallelize_module" if hasattr(given, "apply") else ""
             raise PlacementError(
-                f"{what}: the mesh has {mesh.ndim} axes but got {given!r}; write one placement for each axis in a "
-                "list, or a dict from names of axes to placements"
+                f"the mesh has {mesh.ndim} {'axis' if mesh.ndim == 1 else 'axes'} but got {shown(given)}; write one "
+                f"placement for each axis in a list, such as {such}, or a dict from names of axes to placements{style}"
             )
-        return [as_placement(p) for p in found]
+        return [as_placement(p) for p in given]
     axes = mesh.mesh_dim_names or ()
     if unknown := [axis for axis in given if axis not in axes]:
-        raise PlacementError(f"{what}: the mesh has axes {list(axes)} and no {unknown[0]!r}; write one of these")
+        raise PlacementError(
+            f"the mesh has axes {list(axes)} and no {unknown[0]!r}; write one of these, "
+            f"such as {{{next(iter(axes), 'tp')!r}: Shard(0)}}"
+        )
     return [as_placement(given.get(axis, Replicate())) for axis in axes] if axes else [Replicate()] * mesh.ndim
 
 
@@ -106,7 +111,10 @@ def at_borders(given: Placements, mesh: Any, what: str) -> list[Placement]:
     Raises:
         PlacementError: as for `_by_axis`, or a placement is neither Replicate nor Shard of a non-negative dim.
     """
-    found = _by_axis(given, mesh, what)
+    try:
+        found = _by_axis(given, mesh)
+    except PlacementError as error:
+        raise PlacementError(f"{what}: {error}") from None
     for p in found:
         if not (p.is_replicate() or (isinstance(p, Shard) and p.dim >= 0)):
             raise PlacementError(f"{what} are Replicate() or Shard(dim), dim from the front; got {p!r}")

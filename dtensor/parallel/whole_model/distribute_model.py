@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...comm.from_plain import check_module, mesh_of
 from ...dispatch.global_view import global_view
-from ...errors import PlacementError
+from ...errors import CallOrderError, PlacementError
 from ...layout.placements import Placement, Replicate, Shard
 from ...tensor.factories import distribute_tensor
 from ...tensor.tensor import DTensor
@@ -107,7 +107,7 @@ def distribute_model(
     check_module("distribute_model", model)
     mesh = mesh_of(device_mesh)
     if getattr(model, DISTRIBUTED, False):
-        raise RuntimeError("the model was distributed before; call distribute_model once, on the plain model")
+        raise CallOrderError("the model was distributed before; call distribute_model once, on the plain model")
     if isinstance(placements, str):
         placements = _by_word(placements, model, mesh, batch)
     read: dict[torch.Tensor, tuple[Placement, ...]] = {}

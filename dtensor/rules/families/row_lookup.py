@@ -98,7 +98,7 @@ class bounds:
         bad = [i for i in index.flatten().tolist() if not self.least <= i < self.size and i != self.ignored]
         if bad:
             found = f"{self.what} {bad[0]} is out of bounds for dimension {self.dim} with size {self.size}"
-            raise (self.error or kind)(found) from error
+            raise (self.error or kind)(found) from None
 
 
 __all__ = ["bounds", "first_row", "own_rows", "with_a_row"]

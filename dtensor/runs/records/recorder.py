@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...comm.pending_tensor import Pending
 from ...comm.redistribute import watchers
-from ...errors import PlacementError
+from ...errors import ArgumentError, ArgumentTypeError, CallOrderError, PlacementError
 from ...layout.layout import Layout
 from ...mesh import environment, provenance
 from ...mesh.mesh import mesh_shape
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> "Recorder":
         if self.open:
-            raise RuntimeError("this recorder is in use; make another one with dtensor.record(folder)")
+            raise CallOrderError("this recorder is in use; make another one with dtensor.record(folder)")
         if not self.waits:
             refuse_earlier(self.folder, path_of, *rank_and_world())
         self.index = self.step_number = self._last = 0
@@ -560,11 +560,11 @@ def record(folder: str | os.PathLike[str], *, steps: int | None = None, values: 
         RecordError: on entering the context, the folder holds a record already.
     """
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
-        raise TypeError(f"folder is the path of a folder, got {folder!r}; write dtensor.record('runs/tp')")
+        raise ArgumentTypeError(f"folder is the path of a folder, got {folder!r}; write dtensor.record('runs/tp')")
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
-        raise TypeError(f"steps is a number of optimizer steps or None, got {steps!r}")
+        raise ArgumentTypeError(f"steps is a number of optimizer steps or None, got {steps!r}")
     if steps is not None and steps < 1:
-        raise ValueError(f"steps is {steps}; write 1 or more, or None for all steps in the context")
+        raise ArgumentError(f"steps is {steps}; write 1 or more, or None for all steps in the context")
     return Recorder(folder, steps=steps, values=values)
 
 
@@ -581,7 +581,7 @@ def record_if_asked() -> None:
     if folder:
         steps = environment.setting("DTENSOR_RECORD_STEPS") or "1"
         if not steps.isdecimal() or not int(steps):
-            raise ValueError(f"the environment variable DTENSOR_RECORD_STEPS is {steps!r}; write a number of steps")
+            raise ArgumentError(f"the environment variable DTENSOR_RECORD_STEPS is {steps!r}; write a number of steps")
         record_from_now_on(folder, steps=int(steps), values=environment.setting("DTENSOR_RECORD_VALUES"))
 
 

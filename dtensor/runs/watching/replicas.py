@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ...comm.from_plain import mesh_of
 from ...comm.pending_tensor import waited
-from ...errors import MeshError
+from ...errors import ArgumentError, ArgumentTypeError, MeshError
 from ...mesh.groups import group_ranks
 from ...mesh.mesh import default_group, group_between
 from ...parallel.fsdp.unit import members
@@ -244,10 +244,12 @@ class Holdings:
         names = [name.replace(WRAPPED, "") for name, _ in given]
         for pattern in self.skip:
             if not isinstance(pattern, str):
-                raise TypeError(f"skip is names of parameters and buffers, or patterns of them; got {pattern!r}")
+                raise ArgumentTypeError(
+                    f"skip is names of parameters and buffers, or patterns of them; got {pattern!r}"
+                )
             if not any(fnmatchcase(name, pattern) for name in names):
                 near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
-                raise ValueError(
+                raise ArgumentError(
                     f"skip={pattern!r} matches no parameter or buffer of the model; it has for example "
                     f"{', '.join(near)}"
                 )

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import ReplicaError
+from ...errors import ArgumentError, ArgumentTypeError, ReplicaError, shown
 from ...mesh.job import failure_told, job
 from ...torch_private.core import disable_current_modes
 from .checksums import checksum, is_spoilt
@@ -82,13 +82,15 @@ def watch(
         MeshError: This rank is not in `mesh`, or there is no process group over its ranks.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"watch takes an nn.Module and its optimizers; got {type(model).__name__}")
+        raise ArgumentTypeError(
+            f"watch takes an nn.Module and its optimizers; got {shown(model)}, write watch(model, optimizer)"
+        )
     if isinstance(every, bool) or not isinstance(every, Integral) or every < 1:
-        raise ValueError(f"every is the number of steps between comparisons, an int of at least 1; got {every!r}")
+        raise ArgumentError(f"every is the number of steps between comparisons, an int of at least 1; got {every!r}")
     if on_difference not in ("raise", "warn"):
-        raise ValueError(f"on_difference is 'raise' or 'warn'; got {on_difference!r}")
+        raise ArgumentError(f"on_difference is 'raise' or 'warn'; got {on_difference!r}")
     if rng not in (None, True, False) or nan not in (True, False):
-        raise TypeError(f"nan is True or False, and rng one of them or None; got nan={nan!r}, rng={rng!r}")
+        raise ArgumentTypeError(f"nan is True or False, and rng one of them or None; got nan={nan!r}, rng={rng!r}")
     job()  # from here on each rank knows whether the others are alive
     scope = Scope(mesh)
     patterns = (skip,) if isinstance(skip, str) else tuple(skip)
@@ -101,7 +103,7 @@ def _flat(given: Sequence[Any]) -> list[Optimizer]:
     found = [o for item in given for o in (item if isinstance(item, (list, tuple)) else [item])]
     for optimizer in found:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"watch takes the optimizers of the model after it; got {type(optimizer).__name__}; every, skip and "
                 "the like are given by their names"
             )

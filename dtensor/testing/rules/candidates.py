@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ...comm.collectives import emit
 from ...dispatch.decision import call_of, carry_out
 from ...dispatch.dispatch import run
+from ...errors import ArgumentError
 from ...layout.layout import Layout
 from ...rules import local_calls, rule_of
 from ...rules.call import is_in_place
@@ -55,7 +56,7 @@ class Case:
         found = overloads_of(self.func)
         if len(found) != 1:
             names = ", ".join(map(str, found))
-            raise ValueError(f"a Case calls one operator, but {self.func!r} is {names or 'none'}; name the overload")
+            raise ArgumentError(f"a Case calls one operator, but {self.func!r} is {names or 'none'}; name the overload")
         self.func = found[0]
 
 

@@ -115,7 +115,7 @@ def test_a_rank_fails_while_it_compiles(rank):
             compiled(f, strict=True)(x)
     else:
         text = refused(compiled(f), x)
-        assert text.startswith("rank 1 failed while it compiled: StrictTraceError: ")
+        assert text.startswith("rank 1 failed while it compiled: StrictError: ")
     assert compiled(lambda x: whole(x) + 2)(x).to_local().tolist() == [3.0] * 4
     # The same failure on both is nobody's news.
     with pytest.raises(Exception, match="strict"):

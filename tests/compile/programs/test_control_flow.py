@@ -8,7 +8,16 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._higher_order_ops import map, scan, while_loop
 
-from dtensor import DTensor, OperatorError, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor import (
+    DTensor,
+    OperatorError,
+    Partial,
+    Replicate,
+    Shard,
+    ShardingError,
+    distribute_tensor,
+    init_device_mesh,
+)
 from dtensor.compile import statistics
 from dtensor.compile.backends.insert_agreement import overheard
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
@@ -115,8 +124,8 @@ def test_by_inductor_on_two_axes(rank, name):
 
 
 def refused(fn, what, *given):
-    """Dynamo wraps the error, but tells what it says."""
-    with pytest.raises(TorchDynamoException, match=what):
+    """The error is one of this library, or one of Dynamo that tells what it says."""
+    with pytest.raises((TorchDynamoException, ShardingError), match=what):
         torch.compile(fn, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})(*given)
 
 

@@ -520,7 +520,7 @@ def refusals(mesh):
     sharded = fully_shard(nn.Linear(2, 2), mesh)
     linear = nn.Linear(2, 2)
     return [
-        (lambda: fully_shard("model", mesh), TypeError, "takes an nn.Module, or a list of them; got str"),
+        (lambda: fully_shard("model", mesh), TypeError, "takes an nn.Module, or a list of them; got 'm'"),
         (lambda: fully_shard(nn.ModuleList([linear]), mesh), ValueError, "ModuleList has no forward"),
         (lambda: fully_shard(sharded, mesh), ValueError, "fully sharded already; call fully_shard once"),
         (lambda: fully_shard(linear, "cpu"), TypeError, "takes a DeviceMesh; got str"),

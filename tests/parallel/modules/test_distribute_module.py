@@ -59,9 +59,9 @@ def test_what_distribute_tensor_refuses(rank):
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match=r"takes a leaf tensor.*distribute_tensor\(x.detach\(\)"):
         distribute_tensor(torch.ones(2, requires_grad=True) * 2, mesh)
-    with pytest.raises(PlacementError, match="the mesh has 1 axes but 2 placements were given"):
+    with pytest.raises(PlacementError, match="the mesh has 1 axis but 2 placements were given"):
         distribute_tensor(torch.ones(2), mesh, [Shard(0), Replicate()])
-    with pytest.raises(PlacementError, match="one placement per mesh axis; write "):
+    with pytest.raises(PlacementError, match="one placement per mesh axis; got Shard"):
         distribute_tensor(torch.ones(2), mesh, Shard(0))
     x = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
     with pytest.raises(PlacementError, match=r"already distributed as \[Shard\(dim=0\)\]; write x.redistribute"):

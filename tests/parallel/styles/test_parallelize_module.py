@@ -93,7 +93,7 @@ def test_the_mesh_has_one_axis(rank):
 @with_threads(1)
 def test_plans_that_are_none(rank):
     model, mesh = MLPStacked("cpu"), one_axis()
-    with pytest.raises(TypeError, match="got list"):
+    with pytest.raises(TypeError, match=r"got \[ColwiseParallel"):
         parallelize_module(model, mesh, [ColwiseParallel()])
     with pytest.raises(TypeError, match=r"parallelize_plan\['layers'\] is not a ParallelStyle but 'colwise'"):
         parallelize_module(model, mesh, {"layers": "colwise"})
