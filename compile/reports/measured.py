@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dtensor.errors import ArgumentError
+
 from ..estimates.traffic import collective_named, is_wait_named
 
 FILE, PROFILE = "measured.json", "profile.json"
@@ -99,7 +101,7 @@ def events_of(path: Path) -> list[Event]:
             for r in rows if r.get("ph") == "X"
         ]  # fmt: skip
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise ArgumentError(
             f"{path} is not a profile in Chrome's trace format ({error!r}); write one with "
             "torch.profiler.profile(...).export_chrome_trace"
         ) from error

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
+from dtensor.errors import ArgumentError, ArgumentTypeError
 from dtensor.mesh.files import write_whole
 from dtensor.torch_private.compiling import dynamo_counters
 
@@ -48,9 +49,11 @@ def measure(step: Callable[[], Any], model: nn.Module | Callable[..., Any] | Non
         ValueError: `steps` is less than 1, or nothing was compiled.
     """
     if not callable(step):
-        raise TypeError(f"measure runs a step, but {step!r} cannot be called; write measure(lambda: train(batch))")
+        raise ArgumentTypeError(
+            f"measure runs a step, but {step!r} cannot be called; write measure(lambda: train(batch))"
+        )
     if steps < 1:
-        raise ValueError(f"{steps} steps measure nothing; write steps=1 or more")
+        raise ArgumentError(f"{steps} steps measure nothing; write steps=1 or more")
     for _ in range(WARM):
         step()
     profiler = _profiler()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dtensor.errors import ArgumentError, ArgumentTypeError
 from dtensor.torch_private.compiling import recompiled
 
 from ..recording.frames import Frame
@@ -92,11 +93,11 @@ class StepLog:
     ) -> None:
         for name, value in (("every", every), ("calls", calls), ("flops", flops), ("peak", peak)):
             if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; write a number greater than 0")
+                raise ArgumentError(f"{name} is {value}; write a number greater than 0")
         writers: tuple[Any, ...] = tuple(to) if isinstance(to, (list, tuple)) else (to,)
         for writer in writers:
             if not isinstance(writer, (ScalarWriter, DictWriter)):
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"to={writer!r} has neither add_scalar(name, value, step) nor log(dict, step=); give a "
                     "SummaryWriter of TensorBoard or a run of W&B, or an object with one of the two"
                 )

@@ -19,6 +19,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import nn
 
+from ..errors import ArgumentError, CallOrderError
 from ..parallel.training.clip_grad_norm import clip_grad_norm_
 from .batches import BatchParts, batch_parts, gradients_unreduced, is_sharded
 from .saved_state import FOLDER, load_optimizers, load_weights, save_optimizers, whole_weights
@@ -56,7 +57,7 @@ class Accelerator(accelerate.Accelerator):
         """
         parts = batch_parts(model)
         if self._parts is not None and (self._parts.count, self._parts.index) != (parts.count, parts.index):
-            raise ValueError(
+            raise ArgumentError(
                 f"the models of an Accelerator read the same parts of a batch; this one has {parts.count} and the one "
                 f"before {self._parts.count}. Write an Accelerator for each"
             )
@@ -97,7 +98,7 @@ class Accelerator(accelerate.Accelerator):
             RuntimeError: no model was prepared before.
         """
         if self._parts is None and not self._models and dist.is_initialized():
-            raise RuntimeError(
+            raise CallOrderError(
                 "which part of a batch a rank reads follows from the model, and none was prepared; prepare it before a "
                 "loader, or both in one call: accelerator.prepare(model, optimizer, loader)"
             )
@@ -198,7 +199,7 @@ class _Optimizer(AcceleratedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict.get("state"):
-            raise ValueError(
+            raise ArgumentError(
                 "this is the state of an optimizer on one device; the state of an optimizer of sharded parameters is "
                 f"in the folder {FOLDER!r} that Accelerator.save_state and ShardedTrainer write, and is read by them"
             )

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import nn
 
+from ..errors import ArgumentError, ArgumentTypeError
 from ..tensor.tensor import DTensor
 from .accelerate import Accelerator
 from .batches import BatchParts, batch_parts, is_sharded
@@ -64,7 +65,7 @@ class Trainer(transformers.Trainer):
             return
         Accelerator.of(self.accelerator, self._sharded)
         if batch_parts(self._sharded).shared > 1 and not self.args.average_tokens_across_devices:
-            raise ValueError(
+            raise ArgumentError(
                 "the model's loss is that of all ranks' parts of the batch, so its tokens are counted on all of them; "
                 "write TrainingArguments(average_tokens_across_devices=True)"
             )
@@ -98,7 +99,7 @@ class Trainer(transformers.Trainer):
             )
         loss = result[0] if return_outputs else result
         if isinstance(loss, DTensor):
-            raise TypeError(
+            raise ArgumentTypeError(
                 "the loss is a DTensor, and Trainer adds it to a plain tensor; let the model return plain tensors, or "
                 "write loss.full_tensor() in compute_loss"
             )

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ArgumentError
 from ..layout.placements import REDUCE_OPS
 from ..torch_private.symbolic_sizes import same_size
 from .call import Call, rule_for
@@ -71,15 +72,15 @@ class Pattern:
         major = {item[0] for word in outs for item in word} - {"_", "~"}  # im2col makes a minor factor of its own
         for what, factors in (("an output", major), ("reduce", self.reduce), ("blocked", self.blocked)):
             if unknown := sorted(set(factors) - known):
-                raise ValueError(f"{self.text!r}: {what} names {unknown[0]!r}, which no argument has")
+                raise ArgumentError(f"{self.text!r}: {what} names {unknown[0]!r}, which no argument has")
         for factor, op in self.reduce.items():
             if op not in REDUCE_OPS:
-                raise ValueError(f"{self.text!r}: {factor!r} reduces by one of {', '.join(REDUCE_OPS)}; got {op!r}")
+                raise ArgumentError(f"{self.text!r}: {factor!r} reduces by one of {', '.join(REDUCE_OPS)}; got {op!r}")
             if outs and all(factor in _factors((word,)) for word in outs):
-                raise ValueError(f"{self.text!r}: {factor!r} is in every output, so it is not reduced")
+                raise ArgumentError(f"{self.text!r}: {factor!r} is in every output, so it is not reduced")
         for what, indices in (("linear", chain(*self.linear)), ("addends", self.addends), ("unread", self.unread)):
             if wrong := [i for i in indices if i not in range(len(ins))]:
-                raise ValueError(f"{self.text!r}: {what} has {wrong[0]}; the arguments are 0 to {len(ins) - 1}")
+                raise ArgumentError(f"{self.text!r}: {what} has {wrong[0]}; the arguments are 0 to {len(ins) - 1}")
 
 
 @cache
@@ -87,16 +88,16 @@ def words(text: str) -> tuple[tuple[Word, ...], tuple[Word, ...]]:
     """The words of the arguments and of the outputs."""
     ins, arrow, outs = text.partition("->")
     if not arrow or "->" in outs:
-        raise ValueError(f"a pattern reads 'arguments -> outputs'; got {text!r}")
+        raise ArgumentError(f"a pattern reads 'arguments -> outputs'; got {text!r}")
     return tuple(_word(w) for w in ins.split(",")), tuple(_word(w) for w in outs.split(",") if outs.strip())
 
 
 def _word(text: str) -> Word:
     found = ITEM.findall(text.strip())
     if "".join(found) != text.strip():
-        raise ValueError(f"the items of a word are letters, (ab), _, * and ~; got {text.strip()!r}")
+        raise ArgumentError(f"the items of a word are letters, (ab), _, * and ~; got {text.strip()!r}")
     if sum(item in ("*", "~") for item in found) > 1:
-        raise ValueError(f"a word has one item for any number of dims, * or ~; got {text.strip()!r}")
+        raise ArgumentError(f"a word has one item for any number of dims, * or ~; got {text.strip()!r}")
     return tuple([tuple(item[1:-1]) if item[0] == "(" else item for item in found])
 
 
@@ -223,7 +224,7 @@ def _check_words(name: str, pattern: Pattern) -> None:
     wanted = tuple(map(len, words(pattern.text)))
     counts = [_tensors(getattr(operator, o)._schema) for o in ([overload] if overload else operator.overloads())]
     if not any(ins == wanted[0] and outs >= wanted[1] for ins, outs in counts):
-        raise ValueError(
+        raise ArgumentError(
             f"{name}: {pattern.text!r} has words for {wanted[0]} tensor arguments and {wanted[1]} outputs; "
             f"the operator has {' or '.join(f'{ins} and {outs}' for ins, outs in dict.fromkeys(counts))}"
         )

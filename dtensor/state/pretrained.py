@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import CheckpointError
+from ..errors import ArgumentTypeError, CheckpointError
 from ..layout.placements import Partial
 from ..parallel.modules.model_methods import METHODS
 from ..tensor.deferred import Box, deferred, read
@@ -169,7 +169,7 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], *args: Any, 
 
 def _modeling(model_class: Any) -> Any:
     if not callable(getattr(model_class, "from_pretrained", None)) or "transformers" not in sys.modules:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"from_pretrained takes a class of transformers, such as AutoModelForCausalLM; got {model_class!r}"
         )
     return importlib.import_module("transformers.modeling_utils")

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..errors import ShardingError
+from ..errors import ShardingError, UnsupportedError
 from ..mesh.tensor_spec import Spec, chunk
 from ..torch_private.core import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -57,9 +57,7 @@ class Deferred(torch.Tensor):
             return _cast(args[0], args[1:], kwargs, name)
         if _writes(name, kwargs):
             if isinstance(args[0], Deferred) or isinstance(kwargs.get("out"), Deferred):
-                raise NotImplementedError(
-                    f"{name} writes to a tensor of shape {list(args[0].shape)} that is not read yet"
-                )
+                raise UnsupportedError(f"{name} writes to a tensor of shape {list(args[0].shape)} that is not read yet")
             return func(*tree_map(read, args), **tree_map(read, kwargs))
         if name != "__get__":
             _check_untrained(name, args)

@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ..errors import ArgumentTypeError
 from ..layout.layout import Layout
 from ..layout.placements import as_placements
 from .picture import drawn, is_possible
@@ -137,14 +138,16 @@ def visualize(x: Any, mesh: Any = None, placements: Sequence[Any] | None = None)
     """
     if isinstance(x, DTensor):
         if mesh is not None or placements is not None:
-            raise TypeError("a DTensor has a mesh and placements; write visualize(x), or visualize(x.shape, mesh, …)")
+            raise ArgumentTypeError(
+                "a DTensor has a mesh and placements; write visualize(x), or visualize(x.shape, mesh, …)"
+            )
         spec = x._spec
         shape, layout, kind = tuple(map(int, spec.shape)), spec.layout, f"{x.dtype} ".removeprefix("torch.")
         names, sizes, ranks = _axes(x.device_mesh)
     else:
         shape, kind = _checked_shape(x), ""
         if mesh is None:
-            raise TypeError(
+            raise ArgumentTypeError(
                 "a shape needs a mesh and placements: visualize((8, 6), mesh, [Shard(0)]), where mesh may also be "
                 'sizes, such as {"tp": 2}'
             )
@@ -163,7 +166,9 @@ def _checked_shape(x: Any) -> tuple[int, ...]:
     if isinstance(x, (tuple, list)) and all(isinstance(n, int) and n >= 0 for n in x):
         return tuple(x)
     what = "a plain tensor, which every rank has for itself" if hasattr(x, "untyped_storage") else repr(x)
-    raise TypeError(f"visualize takes a DTensor, or the shape of a tensor with a mesh and placements; got {what}")
+    raise ArgumentTypeError(
+        f"visualize takes a DTensor, or the shape of a tensor with a mesh and placements; got {what}"
+    )
 
 
 def _axes(mesh: Any) -> tuple[tuple[str, ...], tuple[int, ...], list[int]]:
@@ -174,7 +179,9 @@ def _axes(mesh: Any) -> tuple[tuple[str, ...], tuple[int, ...], list[int]]:
         names = tuple(mesh) if isinstance(mesh, Mapping) else None
         sizes = tuple(mesh.values()) if isinstance(mesh, Mapping) else mesh
         if not isinstance(sizes, (tuple, list)) or not all(isinstance(n, int) and n > 0 for n in sizes) or not sizes:
-            raise TypeError(f'mesh must be a DeviceMesh or sizes, such as (2, 4) or {{"dp": 2, "tp": 4}}; got {mesh!r}')
+            raise ArgumentTypeError(
+                f'mesh must be a DeviceMesh or sizes, such as (2, 4) or {{"dp": 2, "tp": 4}}; got {mesh!r}'
+            )
         ranks = list(range(prod(sizes)))
     return tuple(names or [f"axis {i}" for i in range(len(sizes))]), tuple(sizes), ranks
 

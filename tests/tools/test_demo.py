@@ -201,6 +201,7 @@ def test_no_rank_is_silent(plan, nproc, tmp_path):
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as running:
+        assert running.stderr is not None
         for line in running.stderr:
             lines.append((time.monotonic(), line))
         ended = time.monotonic()

@@ -6,6 +6,7 @@ Torch's are recognised by name, so that their module is not imported.
 from collections.abc import Callable
 from typing import Any
 
+from ...errors import ArgumentTypeError
 from ...tensor.torch_dtensor import TORCH
 from .colwise import ColwiseParallel
 from .prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -68,7 +69,7 @@ def as_our_style(style: Any) -> Any:
     if cls.__module__.startswith(f"{TORCH}.parallel") and cls.__name__ in STYLES:
         return STYLES[cls.__name__](style)
     if theirs and not isinstance(style, ParallelStyle):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{cls.__name__} is a style for torch's DTensor, derived from {theirs[0]} of {TORCH}.parallel; derive it "
             f"from the class of dtensor (`from dtensor.parallel import {theirs[0]}`), whose method is "
             "apply(module, device_mesh)"

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...comm import profiled
+from ...errors import ArgumentError, ArgumentTypeError, CallOrderError
 from ...mesh.files import write_whole
 from ..records.recorder import rank_and_world
 from ..records.storage import refuse_earlier
@@ -52,7 +53,7 @@ class Trace:
     def __enter__(self) -> "Trace":
         refuse_earlier(self.folder, path_of, *rank_and_world())
         if self._hook is not None:
-            raise RuntimeError("this trace is in use; make another one with dtensor.trace(folder)")
+            raise CallOrderError("this trace is in use; make another one with dtensor.trace(folder)")
         self._hook = register_optimizer_step_post_hook(self._stepped)
         if not self.skip:
             self._start()
@@ -123,14 +124,14 @@ def trace(folder: str | os.PathLike[str], *, skip: int = 0, steps: int | None = 
         RecordError: the folder holds traces already.
     """
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
-        raise TypeError(f"folder is the path of a folder, got {folder!r}; write dtensor.trace('traces')")
+        raise ArgumentTypeError(f"folder is the path of a folder, got {folder!r}; write dtensor.trace('traces')")
     for name, given, least in (("skip", skip, 0), ("steps", steps, 1)):
         if given is None and name == "steps":
             continue
         if isinstance(given, bool) or not isinstance(given, int):
-            raise TypeError(f"{name} is a number of optimizer steps, got {given!r}; write {name}=2")
+            raise ArgumentTypeError(f"{name} is a number of optimizer steps, got {given!r}; write {name}=2")
         if given < least:
-            raise ValueError(f"{name} is {given}; write {least} or more")
+            raise ArgumentError(f"{name} is {given}; write {least} or more")
     return Trace(folder, skip=skip, steps=steps)
 
 

@@ -27,6 +27,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...errors import ArgumentTypeError
+
 NOT_SENT = ("__dict__", "__weakref__", "__module__", "__doc__", "_abc_impl", "__slots__")
 """Attributes of a class that are made with it."""
 
@@ -48,7 +50,7 @@ def dumps(value: Any) -> bytes:
         return _dumped(value)
     except Exception as error:
         where = _culprit(value)
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{where or 'what is given to the ranks'} cannot be sent to them: {type(error).__name__}: {error}; "
             "make it on the ranks, inside of the function or in a cell that begins with %%ranks"
         ) from error

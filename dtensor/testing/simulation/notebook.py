@@ -4,6 +4,8 @@ import sys
 import weakref
 from typing import Any
 
+from ...errors import ArgumentError, CallOrderError
+
 _newest: Any = None
 """A weak reference to the `Ranks` made last."""
 
@@ -21,9 +23,9 @@ def _run(line: str, cell: str) -> Any:
     """Run this cell on every rank of the `Ranks` made last by `dtensor.simulate`."""
     ranks = _newest and _newest()
     if ranks is None:
-        raise RuntimeError("there are no simulated ranks any more; write: ranks = dtensor.simulate(2)")
+        raise CallOrderError("there are no simulated ranks any more; write: ranks = dtensor.simulate(2)")
     if line.strip():
-        raise ValueError(f"%%ranks takes nothing after it, but got {line.strip()!r}; all ranks run the cell")
+        raise ArgumentError(f"%%ranks takes nothing after it, but got {line.strip()!r}; all ranks run the cell")
     return ranks.cell(cell)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...errors import ArgumentTypeError
 from ...mesh.job import job, leave
 from ...mesh.source_lines import is_users
 from ...tensor.tensor import DTensor
@@ -142,11 +143,11 @@ def _answer(message: bytes) -> tuple[str, Any]:
 
 def _pickled(value: Any) -> bytes:
     if isinstance(value, DTensor):
-        raise TypeError("a DTensor lives on the ranks; return x.full_tensor() or x.to_local()")
+        raise ArgumentTypeError("a DTensor lives on the ranks; return x.full_tensor() or x.to_local()")
     try:
         return pickle.dumps(value)
     except Exception as error:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"a {type(value).__name__} cannot be sent from the ranks: {error}; return tensors, numbers or text"
         ) from error
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...errors import ArgumentError, ArgumentTypeError, CallOrderError
 from ..processes import TIMEOUT
 from . import by_value, notebook
 from .cells import run_cell, variable
@@ -39,11 +40,11 @@ def simulate(ranks: int, *, timeout: float = TIMEOUT) -> "Ranks":
         rank 1: tensor([2, 3])
     """
     if not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"simulate takes a number of ranks, an int of at least 1; got {ranks!r}")
+        raise ArgumentError(f"simulate takes a number of ranks, an int of at least 1; got {ranks!r}")
     if not isinstance(timeout, (int, float)) or timeout <= 0:
-        raise ValueError(f"timeout must be a positive number of seconds; got {timeout!r}")
+        raise ArgumentError(f"timeout must be a positive number of seconds; got {timeout!r}")
     if dist.is_initialized():
-        raise RuntimeError(
+        raise CallOrderError(
             "this process is a rank of a process group, and a rank starts no others; "
             "call simulate in a process that is none, such as a notebook or a script without torchrun"
         )
@@ -123,7 +124,7 @@ class Ranks:
         return f"{self._n} simulated rank{'s' if self._n > 1 else ''}"
 
     def __reduce__(self) -> Any:
-        raise TypeError("simulated ranks are not there on the ranks themselves")
+        raise ArgumentTypeError("simulated ranks are not there on the ranks themselves")
 
     def _answers(self, name: str, function: Callable[..., Any], *args: Any) -> PerRank:
         return PerRank(self._team.answers(name, Call(function, args, list(sys.path))))

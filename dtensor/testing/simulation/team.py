@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...errors import ArgumentTypeError
 from ..child import STACKS_SIGNAL, Surroundings
 from ..processes import PRELOADED, RankError, start_method
 from .lines import HOLD, Lines
@@ -84,7 +85,7 @@ class Team:
         try:
             return [pickle.loads(member.result) for member in self.members]
         except Exception as error:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"what {name} gives cannot be read here: {type(error).__name__}: {error}; give tensors, numbers or "
                 "text, or define its class outside of the ranks"
             ) from error

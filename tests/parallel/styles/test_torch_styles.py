@@ -66,7 +66,8 @@ def test_styles_of_torch(rank):
         model = parallelize_module(made(), mesh, plan)
         torch.testing.assert_close(model(x), made()(x), msg=name)
         assert all(isinstance(p, DTensor) for p in model[0].parameters()) == ("0" in plan)
-    assert isinstance(parallelize_module(nn.Linear(4, 4), mesh, theirs.ColwiseParallel()).weight, DTensor)
+    whole: Any = parallelize_module(nn.Linear(4, 4), mesh, theirs.ColwiseParallel())
+    assert isinstance(whole.weight, DTensor)
     with pytest.raises(TypeError, match=r"Own is a style for torch's .*from dtensor\.parallel import ColwiseParallel`"):
         parallelize_module(made(), mesh, {"0": Own()})
 
