@@ -81,7 +81,7 @@ def test_messages_are_quoted_as_they_are():
     files = ("records/storage.py", "comparing/values.py", "comparing/report.py")
     source = "".join([(ROOT / "dtensor/runs" / file).read_text() for file in files])
     source = re.sub(r'"\s*f?"', "", source)
-    assert len(rows) == 9
+    assert len(rows) == 10
     for row in rows:
         for words in re.split(r"[…()]|\[3\]|\d+|\b[AB]\b", row):
             assert words.strip(" ,:") in source, (row, words)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"`(dtensor(?:\.\w+)+)(?:\([^`]*\)[^`]*)?`")
+LOGGERS = ("dtensor.progress",)
 FOLDERS = ("dtensor", "compile", "passes", "bench", "tests", "examples", "docs")
 
 
@@ -32,4 +33,4 @@ def test_names_that_are_written_out_exist():
             for found in NAMED.finditer(line):
                 written[found[1]] = f"{file.relative_to(ROOT)}: {line.strip()}"
     assert len(written) > 100
-    assert [place for name, place in written.items() if not exists(name)] == []
+    assert [place for name, place in written.items() if name not in LOGGERS and not exists(name)] == []

@@ -255,17 +255,29 @@ def from_a_checkpoint(model, optimizer):
 
 
 DIFFERENCES = {
-    "rate": ((lambda p: torch.optim.AdamW(p, lr=0.5),), {}, r"param_groups\[0\]\['lr'\] == 0.01"),
+    "rate": (
+        (lambda p: torch.optim.AdamW(p, lr=0.5),),
+        {},
+        r"argument self.param_groups\[0\]\['lr'\] was 0.01, and is 0.5; call it so",
+    ),
     "more state": ((lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),), {}, "the state of .* max_exp_avg_sq"),
-    "class": ((programs.OPTIMIZERS["adam"],), {}, r"was the optimizer .*AdamW, and is .*Adam$"),
+    "class": ((programs.OPTIMIZERS["adam"],), {}, r"was the optimizer .*AdamW, and is .*Adam; make the package again$"),
     "groups": ((two_groups,), {}, "that of 6 parameters, and is that of 1"),
     "no gradient": (
         (ADAM,),
         {"before": without_gradient},
-        r"the state of L\['self'\] was of parameter \d: step",
+        r"the state of the optimizer, the argument self, was of parameter \d: step",
     ),
-    "order": ((ADAM,), {"first": in_another_order}, r"the state of L\['self'\] was of parameter 0.* of parameter \d"),
-    "layout": ((ADAM,), {"before": of_another_layout}, r"grad' stride mismatch"),
+    "order": (
+        (ADAM,),
+        {"first": in_another_order},
+        r"the state of the optimizer, .* was of parameter 0.* of parameter \d",
+    ),
+    "layout": (
+        (ADAM,),
+        {"before": of_another_layout},
+        r"grad was a tensor with strides \(16, 1\), and is a tensor with strides \(1, 16\)",
+    ),
 }
 
 

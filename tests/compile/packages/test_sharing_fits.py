@@ -280,7 +280,7 @@ def test_a_package_serves_ranks_with_equal_shards(safe_folder, own_caches):
         torch.testing.assert_close(value, expected)
         assert (taken, missed) == (["summed"], [])
     torch.testing.assert_close(last[0], expected)
-    said = "its shards are uneven: 10 over mesh.tp, of which it was compiled for 3, not for 1"
+    said = "its shards are uneven: 10 over mesh.tp, of which it was compiled for 3, not for 1; make the package again"
     assert last[1:] == ([], [("summed", said)])
 
 

@@ -1,5 +1,7 @@
 """Styles and DTensors of torch given to this library: taken for their namesakes, or an error with what to write."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed.tensor as torch_tensor
