@@ -106,14 +106,18 @@ def shown(x: Any) -> str:
     if isinstance(x, type):
         return f"the class {x.__name__}"
     if hasattr(x, "shape") and hasattr(x, "dtype"):
-        return f"a {type(x).__name__} of shape {list(x.shape)}"
+        return f"{_a(type(x).__name__)} of shape {list(x.shape)}"
     if type(x) in (list, tuple, set) and len(x) < 4:
         inside = ", ".join(map(shown, x)) + ("," if type(x) is tuple and len(x) == 1 else "")
         return f"[{inside}]" if type(x) is list else f"({inside})" if type(x) is tuple else f"{{{inside}}}"
     if callable(x) and hasattr(x, "__qualname__"):
         return f"the function {x.__qualname__}"
     said = repr(x)
-    return said if len(said) < LONGEST and "\n" not in said and " at 0x" not in said else f"a {type(x).__name__}"
+    return said if len(said) < LONGEST and "\n" not in said and " at 0x" not in said else _a(type(x).__name__)
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'AEIOU' else 'a'} {noun}"
 
 
 __all__ = [

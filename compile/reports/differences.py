@@ -28,8 +28,7 @@ def differences(a: Path, b: Path) -> Iterator[str]:
     """Yield the lines of a unified diff of two files, or of all files of two folders; nothing if they are the same.
 
     Raises:
-        FileNotFoundError: a file or folder does not exist.
-        ValueError: one is a file and the other a folder, or a manifest is damaged.
+        ValueError: a file or folder does not exist, one is a file and the other a folder, or a manifest is damaged.
     """
     for path in (a, b):
         if not path.exists():

@@ -12,6 +12,7 @@ from torch import nn
 
 import dtensor
 from dtensor import (
+    AgreementError,
     DeviceMesh,
     DTensor,
     MeshError,
@@ -301,7 +302,7 @@ def test_seeds_and_states(rank):
     dtensor.random.manual_seed(5, mesh)
     dtensor.random.check_states(mesh)
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
-    with pytest.raises(ValueError, match=r"different seeds .*\{0: 0, 1: 1\}; replicas would differ"):
+    with pytest.raises(AgreementError, match=r"different seeds .*\{0: 0, 1: 1\}; replicas would differ"):
         dtensor.random.manual_seed(rank, mesh)
     dtensor.random.check_states(mesh)
     # Stages of a pipeline may have seeds of their own.

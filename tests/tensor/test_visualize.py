@@ -213,7 +213,7 @@ def test_dtensors(rank):
 def test_what_is_not_taken(arguments, said):
     with pytest.raises(TypeError, match=f"(?s){said}"):
         visualize(*arguments)
-    with pytest.raises(PlacementError, match="1 axes but 2 placements"):
+    with pytest.raises(PlacementError, match="1 axis but 2 placements"):
         visualize((2, 2), (2,), [R, R])
 
 

@@ -115,9 +115,8 @@ def base_and_view(x, v):
 @pytest.mark.parametrize("name", ["turned", "row"])  # first where no view of this process was a copy
 def test_inputs_that_share_memory_are_not_written_to(fake_mesh, name):
     x = distribute_tensor(torch.arange(24.0).view(4, 6), fake_mesh(2), [Shard(0)])
-    with pytest.raises(Exception, match="shares memory with another input") as error:
+    with pytest.raises(ShardingError, match="shares memory with another input"):
         torch.compile(base_and_view, backend="aot_eager")(x, VIEWS[name](x))
-    assert ShardingError.__name__ in str(error.value)
 
 
 def test_a_copy_from_outside_is_not_written_to(fake_mesh):

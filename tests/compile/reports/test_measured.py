@@ -142,12 +142,13 @@ def test_what_is_no_profile(tmp_path):
 
 
 def checked(report):
-    assert report.collectives
-    for c in report.collectives:
-        took = c["measured"]
-        assert 0 < took["seconds"] < 30, c
-        assert 0 < took["exposed"] < 30, c
-    for m in report.manifests:
+    """Earlier tests of this process have left frames of the same code, which did not run."""
+    ran = [m for m in report.manifests if any("measured" in g for g in m["graphs"].values())]
+    assert ran and all(m["collectives"] for m in ran)
+    for m in ran:
+        for c in m["collectives"]:
+            assert 0 < c["measured"]["seconds"] < 30, c
+            assert 0 < c["measured"]["exposed"] < 30, c
         for g in m["graphs"].values():
             assert g["measured"]["runs"] == 2
             assert g["measured"]["seconds"] > g["measured"]["exposed"] > 0

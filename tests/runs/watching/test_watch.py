@@ -430,7 +430,7 @@ def test_arguments_that_cannot_be():
         dtensor.watch(model, on_difference="error")
     with pytest.raises(TypeError, match=r"got int; every, skip and the like are given by their names"):
         dtensor.watch(model, 100)
-    with pytest.raises(TypeError, match=r"watch takes an nn.Module and its optimizers; got AdamW"):
+    with pytest.raises(TypeError, match=r"watch takes an nn.Module and its optimizers; got an AdamW, write watch"):
         dtensor.watch(adam(model), model)
     with pytest.raises(TypeError, match="rng one of them or None; got nan=False, rng='no'"):
         dtensor.watch(model, rng="no")
