@@ -322,7 +322,7 @@ def test_differences(mesh, tmp_path):
     assert any(line.startswith("only in ") and "cancel_gather_shard.txt" in line for line in found)
     assert any(line.startswith("+") and "dtensor.shard" in line for line in found)
     assert any(line.startswith("+direction=inference, op=all_gather") for line in found)
-    with pytest.raises(ValueError, match="there is no .*; give two files or two folders of dumps"):
+    with pytest.raises(ValueError, match=r"there is no .*; give two files or two folders of dumps"):
         list(differences(tmp_path / "a", tmp_path / "d"))
 
 
