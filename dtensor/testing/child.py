@@ -133,6 +133,7 @@ def rank_main(pipe: Connection) -> None:
     so that peers can still communicate with it. Dynamo does not time its guards in these processes.
     """
     leave_guards_untimed()
+    torch.manual_seed(0)  # torch seeds a process at random, and not all ranks are forked by the same one
     beginning = Beginning()
     while (message := received(pipe)) is not None:
         rank, job = pickle.loads(message)
