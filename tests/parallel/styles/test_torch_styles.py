@@ -65,7 +65,7 @@ def test_styles_of_torch(rank):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     x = torch.arange(24.0).view(4, 6)
     for name, plan in PLANS.items():
-        model = parallelize_module(made(), mesh, plan)
+        model: Any = parallelize_module(made(), mesh, plan)
         torch.testing.assert_close(model(x), made()(x), msg=name)
         assert all(isinstance(p, DTensor) for p in model[0].parameters()) == ("0" in plan)
     whole: Any = parallelize_module(nn.Linear(4, 4), mesh, theirs.ColwiseParallel())
