@@ -169,7 +169,7 @@ PYTHONS = {
 @pytest.mark.parametrize("name", MODULES)
 def test_errors_are_of_one_tree(name):
     builtin = {"ValueError", "TypeError", "RuntimeError", "NotImplementedError", "KeyError", "FileNotFoundError"}
-    raised = [n.exc for n in ast.walk(ast.parse(MODULES[name].read_text())) if isinstance(n, ast.Raise)]
+    raised = [n.exc for n in ast.walk(parsed(MODULES[name])) if isinstance(n, ast.Raise)]
     classes = [x.func if isinstance(x, ast.Call) else x for x in raised]
     found = {x.id for x in classes if isinstance(x, ast.Name)} & builtin
     assert not found or name in PYTHONS, f"{name} raises {found}; write a class of dtensor.errors"

@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dtensor.comm.profiled import covered
 from dtensor.errors import ArgumentError
 
 from ..estimates.traffic import collective_named, is_wait_named
@@ -171,7 +172,7 @@ class _Profile:
         kernels = [k for number in called for k in self.launched.get(number, ())]
         if kernels:
             beside = [x for x in self.computing if x.thread[0] == kernels[0].thread[0]]
-            seconds = _length([(k.start, k.end) for k in kernels])
+            seconds = covered([(k.start, k.end) for k in kernels])
             return seconds, seconds - sum([_covered(k, beside) for k in kernels])
         end = max([x.end for x in waits], default=start.end)
         mine = [m for m in free if start.start <= m.start <= start.end] or [m for m in free if m.start >= start.start][
@@ -198,16 +199,7 @@ def _within(m: Event, spans: Iterable[Event], name: str) -> bool:
 
 
 def _covered(e: Event, others: Iterable[Event]) -> float:
-    return _length([(max(e.start, x.start), min(e.end, x.end)) for x in others])
-
-
-def _length(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of some intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+    return covered([(max(e.start, x.start), min(e.end, x.end)) for x in others])
 
 
 def measured(events: Sequence[Event], names: Sequence[str], manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:

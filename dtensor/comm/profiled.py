@@ -12,7 +12,7 @@ a collective, and a graph, ask one question of torch, which takes a tenth of a m
 import json
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -99,6 +99,15 @@ def _graph(said: str) -> str:
     return name
 
 
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """What intervals (begin, end) cover together, in their unit; those that end before they begin cover nothing."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
 __all__ = [
     "GRAPH",
     "GRAPHS",
@@ -106,6 +115,7 @@ __all__ = [
     "WAIT",
     "Described",
     "Graph",
+    "covered",
     "is_profiled",
     "mark_graph",
     "name_of",

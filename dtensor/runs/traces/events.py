@@ -16,7 +16,7 @@ from itertools import count
 from math import prod
 from typing import Any
 
-from ...comm.profiled import WAIT, Described, Graph, name_of
+from ...comm.profiled import WAIT, Described, Graph, covered, name_of
 
 Event = dict[str, Any]
 
@@ -239,18 +239,9 @@ def exposed(events: Iterable[Event]) -> float:
     alone = 0.0
     for pid in {e["pid"] for e in kernels}:
         mine = [(e["ts"], e["ts"] + e["dur"], "kernel" in e["args"]) for e in kernels if e["pid"] == pid]
-        computing = _length([(a, b) for a, b, sends in mine if not sends])
-        alone += _length([(a, b) for a, b, _ in mine]) - computing
+        computing = covered([(a, b) for a, b, sends in mine if not sends])
+        alone += covered([(a, b) for a, b, _ in mine]) - computing
     return alone / steps / 1e6
-
-
-def _length(intervals: Sequence[tuple[float, float]]) -> float:
-    """The length of what intervals cover together."""
-    covered, until = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        covered += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return covered
 
 
 def _said(found: Described) -> dict[str, Any]:

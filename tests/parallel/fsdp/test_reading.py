@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import functional_call, grad, vjp
 from torch.nn import functional as F
 
-from dtensor import DTensor, ShardingError, init_device_mesh
+from dtensor import DTensor, Replicate, ShardingError, init_device_mesh
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.testing import with_ranks
 
@@ -126,13 +126,19 @@ def test_ten_places(rank, compiled):
 @with_ranks(4)
 def test_beside_other_axes_and_where_replicated(rank):
     torch.manual_seed(0)
-    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), LM()
+    model = LM()
     x, y = torch.randn(8, 6), torch.randint(0, 4, (8,))
-    wanted = expected(model, "whole", x, y, 4)
-    ours = fully_shard(copy.deepcopy(model), mesh)
-    found = gradients(ours, "whole", x.chunk(4)[rank], y.chunk(4)[rank], False)
-    for name, g in found.items():
-        torch.testing.assert_close(g.full_tensor(), wanted[name])
+    data = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for mesh, n, part in ((data, 4, rank), (both["dp"], 2, rank // 2)):
+        for place in ("whole", "transposed", "attribute"):
+            wanted = expected(model, place, x, y, n)
+            ours = copy.deepcopy(model)
+            if mesh is not data:
+                parallelize_module(ours, both["tp"], {"body": ColwiseParallel(output_layouts=Replicate())})
+            found = gradients(fully_shard(ours, mesh), place, x.chunk(n)[part], y.chunk(n)[part], False)
+            for name, g in found.items():
+                torch.testing.assert_close(g.full_tensor(), wanted[name], msg=f"{place} {name}")
 
 
 @with_ranks(2)
