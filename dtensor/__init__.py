@@ -4,8 +4,8 @@ Create DTensors with `distribute_tensor` or a factory such as `zeros`, or shard 
 Importing the package registers the backend `"dtensor"` with `torch.compile` and installs its passes in Inductor.
 """
 
-from importlib import import_module
-from types import ModuleType
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -62,18 +62,24 @@ from .tensor.factories import distribute_tensor, empty, full, linspace, logspace
 from .tensor.local_map import local_map
 from .tensor.tensor import DTensor
 from .tensor.visualize import visualize
-from .testing.simulation.ranks import simulate
 from .torch_private.core import optim_foreach_types, utils_foreach_types
+
+if TYPE_CHECKING:
+    from .testing.simulation.ranks import simulate
 
 __version__ = "0.1.0"
 
-ON_DEMAND = ("compile", "passes")
-"""Packages that are imported when they are first named: they import torch's compilers."""
+ON_DEMAND = {
+    "compile": "dtensor.compile",
+    "passes": "dtensor.passes",
+    "simulate": "dtensor.testing.simulation.ranks:simulate",
+}
+"""What is imported when it is first named, and where it is: torch's compilers, and the ranks of tests, take long."""
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in ON_DEMAND:
-        return import_module(f"{__name__}.{name}")
+        return resolve_name(ON_DEMAND[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
