@@ -26,7 +26,7 @@ def manual_seed(seed: int, device_mesh: Any = None) -> None:
         device_mesh: a mesh whose ranks all make this call; their seeds are compared first. None skips the comparison.
 
     Raises:
-        ValueError: two ranks of the mesh passed different seeds; raised on every rank of the mesh.
+        AgreementError: two ranks of the mesh passed different seeds; raised on every rank of the mesh.
         TypeError: the seed is not an int.
         MeshError: this rank is not in the mesh.
     """
