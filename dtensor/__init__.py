@@ -4,6 +4,7 @@ Create DTensors with `distribute_tensor` or a factory such as `zeros`, or shard 
 Importing the package registers the backend `"dtensor"` with `torch.compile` and installs its passes in Inductor.
 """
 
+import os
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,11 @@ if TYPE_CHECKING:
     from .testing.simulation.ranks import simulate
 
 __version__ = "0.1.0"
+
+if not os.path.isdir(os.path.join(__path__[0], "passes")):
+    # A checkout without the links to compile/ and passes/, which stand beside this folder. By this path the names of
+    # their files, too, begin with this folder's: they are the library's code, not the user's.
+    __path__.append(os.path.join(__path__[0], os.pardir))
 
 ON_DEMAND = {
     "compile": "dtensor.compile",

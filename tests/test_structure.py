@@ -1,6 +1,8 @@
 """The structure that ARCHITECTURE.md promises, read off the source: who imports whom, and who names private torch."""
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -217,6 +219,42 @@ def test_top_level_folders_cannot_be_imported_as_such():
         done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode != 0
         assert f"write: import dtensor.{folder}" in done.stderr
+
+
+WITHOUT_LINKS = """
+import torch, dtensor
+from dtensor.compile.backends import inductor
+from dtensor.mesh.source_lines import is_users
+
+read = inductor.get_hash_for_files
+inductor.get_hash_for_files = lambda files: print(len(files)) or read(files)
+print(is_users(dtensor.compile.backend.__code__.co_filename), inductor.source_hash().hex())
+inductor.source_hash.cache_clear(), read.cache_clear()
+with open("passes/pipeline.py", "a") as file:
+    file.write("# edited")
+print(inductor.source_hash().hex())
+mesh = dtensor.init_device_mesh("cpu", (1,))
+x = dtensor.ones(3, device_mesh=mesh, placements=[dtensor.Shard(0)])
+print(torch.compile(torch.sum, backend="dtensor", options={"inner": "aot_eager"})(x).full_tensor().item())
+"""
+
+
+def test_a_clone_without_links_works_alike(tmp_path):
+    """git writes a link's path as a file where it may not make links."""
+    from dtensor.compile.backends.inductor import source_hash
+
+    for name in ("dtensor", *LINKS):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in LINKS:
+        (tmp_path / "dtensor" / name).unlink()
+        (tmp_path / "dtensor" / name).write_text(f"../{name}")
+    code = [sys.executable, "-c", WITHOUT_LINKS]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    count, users, before, again, after, total = done.stdout.split()
+    assert (int(count), users, again, float(total)) == (len(MODULES), "False", count, 3.0)
+    assert before == source_hash().hex() != after
 
 
 def test_torch_outside_the_range_is_one_clear_error():

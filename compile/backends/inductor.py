@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import dtensor
+import dtensor.passes
 from dtensor.comm.replication_check import drawn, noted
 from dtensor.comm.start_collectives import OVER_GLOO
 from dtensor.dispatch import registration, strictness
@@ -107,10 +107,9 @@ def trace_key() -> Any:
 @cache
 def source_hash() -> bytes:
     """Return a hash of the library's source: code that Inductor cached is stale when the passes change."""
-    root = Path(dtensor.__file__).parent
-    # The folders compile/ and passes/ may be links.
-    files = {str(p) for part in ("", "compile", "passes") for p in (root / part).rglob("*.py")}
-    return get_hash_for_files(tuple(sorted(files)))
+    packages = (dtensor.compile, dtensor.passes, dtensor)  # in a checkout the first two lie beside the third, not in it
+    files = [str(p) for package in packages for p in sorted(Path(package.__path__[0]).rglob("*.py"))]
+    return get_hash_for_files(tuple(dict.fromkeys(files)))
 
 
 __all__ = ["STAGES", "JointPasses", "Passes", "source_hash", "trace_key"]

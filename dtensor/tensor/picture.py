@@ -32,7 +32,7 @@ def drawn(title: str, dims: tuple[int, ...], grids: Sequence[Any], empty: str) -
     """
     if not is_possible():
         raise ModuleNotFoundError(
-            "a picture needs matplotlib, which is not installed; write: pip install 'dtensor[plot]', "
+            "a picture needs matplotlib, which is not installed; write: pip install 'dtensor-compile[plot]', "
             "or print(...) for a drawing with letters"
         )
     from matplotlib.figure import Figure  # optional, and slow to import

@@ -20,6 +20,7 @@ import torch
 from dtensor.compile.packages.commands import package_command
 from dtensor.compile.reports.commands import COMMANDS
 
+from .. import __version__
 from ..layout.cost import Link
 from ..mesh.links import links_path, read_links
 from ..testing import RankError
@@ -62,6 +63,9 @@ PLAN_HELP = "; ".join(f"{name}: {plan.title}" for name, plan in PLANS.items()) +
 
 
 @click.group()
+@click.version_option(
+    __version__, message=f"dtensor %(version)s (distribution dtensor-compile), torch {torch.__version__}"
+)
 def main() -> None:
     """A distributed tensor made for torch.compile."""
 
@@ -232,7 +236,7 @@ def _check_plot(plot: Path | None) -> None:
     if plot is None:
         return
     if importlib.util.find_spec("matplotlib") is None:
-        raise click.UsageError("--plot needs matplotlib, which is not installed; write: pip install 'dtensor[plot]'")
+        raise click.UsageError("--plot needs matplotlib; write: pip install 'dtensor-compile[plot]'")
     if not plot.absolute().parent.is_dir():
         raise click.BadParameter(f"there is no folder {plot.absolute().parent} to write to", param_hint="--plot")
 

@@ -32,7 +32,7 @@ REMOTE = re.compile(r"""<(?:script|link|img)\b[^>]*\b(?:src|href)=["']?(?:https?
 
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings"))),
-    reason="mkdocs-material or mkdocstrings is not installed; write: pip install 'dtensor[docs]'",
+    reason="mkdocs-material or mkdocstrings is not installed; write: pip install 'dtensor-compile[docs]'",
 )
 def test_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-c", OFFLINE, "build", "--strict", "--site-dir", str(tmp_path / "site")]

@@ -111,7 +111,7 @@ def curve(*texts):
 def skip_without(name):
     absent = [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
     if absent:
-        pytest.skip(f"{name} needs {', '.join(absent)}: pip install 'dtensor[trainers]'")
+        pytest.skip(f"{name} needs {', '.join(absent)}: pip install 'dtensor-compile[trainers]'")
 
 
 @pytest.mark.parametrize("name", NEEDS)

@@ -13,7 +13,7 @@ from dtensor.parallel import fully_shard
 from dtensor.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("accelerate") is None, reason="needs accelerate: pip install 'dtensor[trainers]'"
+    importlib.util.find_spec("accelerate") is None, reason="needs accelerate: pip install 'dtensor-compile[trainers]'"
 )
 
 

@@ -12,7 +12,7 @@ from dtensor import DTensor, Partial, Replicate, init_device_mesh
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, clip_grad_norm_, fully_shard, parallelize_module
 from dtensor.testing import run_threads, with_ranks
 
-transformers = pytest.importorskip("transformers", reason="needs transformers; write: pip install 'dtensor[test]'")
+transformers = pytest.importorskip("transformers", reason="needs it; write: pip install 'dtensor-compile[test]'")
 
 V = 64
 SIZES = {"attn_implementation": "sdpa", "vocab_size": V}

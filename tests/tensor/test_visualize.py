@@ -235,5 +235,5 @@ def test_without_matplotlib(monkeypatch):
     monkeypatch.setattr("dtensor.tensor.picture.importlib.util.find_spec", lambda name: None)
     shown = visualize((2, 2), (2,), [S(0)])
     assert shown._repr_png_() is None
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'dtensor\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'dtensor-compile\[plot\]'"):
         shown.figure()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import dtensor
 from dtensor import init_device_mesh
 from dtensor.testing import RankError, with_threads
 from dtensor.tools import cli
@@ -62,7 +63,7 @@ def test_plot_without_matplotlib(monkeypatch):
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
     result = run("--plot", "curves.png", "--data", __file__)
     assert result.exit_code == 2
-    assert "pip install 'dtensor[plot]'" in result.output
+    assert "pip install 'dtensor-compile[plot]'" in result.output
 
 
 def test_torchrun_has_the_say_on_processes(monkeypatch):
@@ -214,3 +215,8 @@ def test_no_rank_is_silent(plan, nproc, tmp_path):
     said = "".join(line for _, line in lines)
     assert re.search(r"rank 0: demo.*: compiling .*: AOTAutograd.*: forward graph: Inductor", said)
     assert re.search(r"rank 0: demo.*: sharded, compiled, step 1 of 3.*: kernel \d+ of \d+", said)
+
+
+def test_the_version_names_the_distribution_that_is_installed_by_name():
+    said = CliRunner().invoke(cli.main, ["--version"]).output
+    assert said == f"dtensor {dtensor.__version__} (distribution dtensor-compile), torch {torch.__version__}\n"

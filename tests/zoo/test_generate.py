@@ -12,7 +12,7 @@ from .compare import made
 from .models import EXAMPLES
 from .ways import WAYS
 
-pytest.importorskip("transformers", reason="needs transformers; write: pip install 'dtensor[test]'")
+pytest.importorskip("transformers", reason="needs transformers; write: pip install 'dtensor-compile[test]'")
 
 NAMES = ("llama", "mistral", "gemma2", "qwen3", "phi3", "gpt2", "t5", "whisper", "mixtral", "qwen3 moe", "mamba")
 CASES = [

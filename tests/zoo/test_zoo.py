@@ -31,7 +31,7 @@ def on_rank(rank, name, way, how):
 @pytest.mark.parametrize(("name", "way", "how"), CASES)
 def test_one_device(name, way, how):
     if not EXAMPLES[name].is_installed():
-        pytest.skip(f"needs {EXAMPLES[name].needs}; write: pip install 'dtensor[zoo]'")
+        pytest.skip(f"needs {EXAMPLES[name].needs}; write: pip install 'dtensor-compile[zoo]'")
     ranks = run_ranks(on_rank, WAYS[way][0], name, way, how, timeout=600)
     assert all(not found.fallbacks for found in ranks)
     assert len({(found.graphs, tuple(sorted(found.collectives.items()))) for found in ranks}) == 1

@@ -77,7 +77,7 @@ def highs() -> Any:
     try:
         import highspy
     except ImportError:
-        raise ImportError("dtensor.search needs the solver HiGHS; write: pip install 'dtensor[search]'") from None
+        raise ImportError("dtensor.search needs HiGHS; write: pip install 'dtensor-compile[search]'") from None
     return highspy
 
 
