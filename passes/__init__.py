@@ -14,7 +14,7 @@ from . import pipeline
 from .graph.compare import Simulation, equivalent
 from .graph.count import CollectiveInfo, collectives, count, wire_bytes
 from .graph.groups import MeshGroups
-from .graph.ir import Collective
+from .graph.ir import Collective, collective, insert, replace
 from .graph.simulate import mesh_groups, simulate
 from .graph.text import text
 from .graph.verify import verify
@@ -32,10 +32,13 @@ __all__ = [
     "PassRecord",
     "Simulation",
     "Stage",
+    "collective",
     "collectives",
     "count",
     "equivalent",
+    "insert",
     "mesh_groups",
+    "replace",
     "run",
     "select",
     "simulate",

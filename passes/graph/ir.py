@@ -340,7 +340,18 @@ def provenance(node: fx.Node) -> dict[str, Any]:
 def insert(
     before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node
 ) -> fx.Node:
-    """Insert a call before `before`, compute its value, and copy the provenance of `like`."""
+    """Insert a call before `before`, compute its value, and copy the provenance of `like`.
+
+    Args:
+        before: the node to insert the call before.
+        target: the operator, such as `torch.ops.aten.mul.Tensor`.
+        args: its arguments, nodes among them.
+        kwargs: its arguments by name.
+        like: the node whose place in the program the new one has.
+
+    Returns:
+        The new node.
+    """
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)
     node.meta = provenance(like)

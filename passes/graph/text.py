@@ -6,8 +6,8 @@
 
 Nodes are renamed in order of appearance, so that equal graphs print the same text whatever rewrites produced them.
 Placeholders keep their names. A symbolic size prints as its expression; a group prints as its label if it has one.
-Sizes are local. The placements, where known, follow them, one for each mesh axis: `f32[4,8]{S(0)R}`. A node that is made
-to run after others (`ordered`) names these at its end. If `remark` returns text for a node, it follows the node's line:
+Sizes are local. The placements, where known, follow them, one for each mesh axis: `f32[4,8]{S(0)R}`. A node that is
+made to run after others (`ordered`) names these at its end. If `remark` returns text for a node, it follows the line:
 
     %h: f32[8,8]{R} = dtensor.all_gather(%x, 0, 8, tp)  # 128 bytes over tp, S(0)->R, explicit; train.py:12
 """
