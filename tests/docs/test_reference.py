@@ -50,6 +50,7 @@ def test_a_page_has_an_example(page):
 SHARED = {
     "dtensor.testing.with_ranks",  # above it
     "dtensor.passes.insert",  # with replace
+    "dtensor.passes.Stage",  # with the table
     "dtensor.passes.REGISTERED",  # below the lists
     "dtensor.passes.PIPELINE",
     "dtensor.passes.PREPARE",
