@@ -19,10 +19,11 @@ from torch.utils.flop_counter import flop_registry
 from dtensor.layout.machine import MACHINES, Machine
 from dtensor.mesh.links import links_here, links_path
 from dtensor.passes.graph import ir
+from dtensor.passes.graph.ordered import called
 from dtensor.torch_private.core import OpOverload
 from dtensor.torch_private.symbolic_sizes import hint
 
-from .traffic import bytes_of, called
+from .traffic import bytes_of
 
 
 def seconds(node: fx.Node, machine: Machine) -> float:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from dtensor.passes.graph import groups, ir
+from dtensor.passes.graph.ordered import called
 from dtensor.passes.graph.text import target_name
 
 from . import estimate
-from .traffic import Sent, bytes_of, called, is_wait, sent
+from .traffic import Sent, bytes_of, is_wait, sent
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from dtensor.comm.collectives import COMMUNICATING
 from dtensor.layout import cost
 from dtensor.mesh.groups import group_ranks
 from dtensor.passes.graph import ir
+from dtensor.passes.graph.ordered import called
 from dtensor.torch_private.core import tree_leaves
 from dtensor.torch_private.symbolic_sizes import hint
 
@@ -70,17 +71,6 @@ class Sent:
     bytes: int
     size: int
     starts: bool
-
-
-def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Return the operator and arguments of a call, without the wrapper that Inductor puts around it for ordering."""
-    if str(node.target) == "control_deps" and len(node.args) > 1:
-        inner: Any = getattr(node.graph.owning_module, str(getattr(node.args[1], "target", "")), None)
-        calls = [n for n in inner.graph.nodes if n.op == "call_function"] if inner is not None else []
-        if inner is not None and len(calls) == 1:
-            outer = dict(zip([n for n in inner.graph.nodes if n.op == "placeholder"], node.args[2:]))
-            return calls[0].target, tuple(map_arg(calls[0].args, lambda n: outer.get(n, n)))
-    return node.target, node.args
 
 
 def operator(target: Any) -> str:
@@ -157,5 +147,5 @@ def _ranks(group: str) -> tuple[int, ...]:
 assert set(COMMUNICATING) <= set(NAMES.values()), "an operator of ours is not counted"
 
 __all__ = [
-    "Sent", "bytes_of", "called", "collective_named", "is_wait", "is_wait_named", "operator", "sent", "traffic",
+    "Sent", "bytes_of", "collective_named", "is_wait", "is_wait_named", "operator", "sent", "traffic",
 ]  # fmt: skip

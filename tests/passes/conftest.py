@@ -16,7 +16,7 @@ from dtensor.mesh.mesh import facts, prepare
 from dtensor.mesh.provenance import OPERATOR
 from dtensor.passes import MeshGroups, Simulation, mesh_groups, text, verify
 from dtensor.passes.graph import groups
-from dtensor.passes.pipeline import copy_graph
+from dtensor.passes.graph.copying import copy_graph
 from dtensor.testing import fake_ranks
 from dtensor.torch_private.core import make_fx
 

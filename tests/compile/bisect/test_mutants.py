@@ -151,4 +151,4 @@ def many_sums(tp, dp, world):
 
 def test_every_mutant_has_a_program_of_its_own():
     assert len({(m.name, m.says) for m in MUTANTS}) == len(MUTANTS) >= 10
-    assert {m.name for m in MUTANTS} == {p.name for p in PIPELINE} - {"raise", "regather"}
+    assert {m.name for m in MUTANTS} <= {p.name for p in PIPELINE}

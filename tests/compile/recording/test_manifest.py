@@ -15,7 +15,6 @@ from dtensor.compile.estimates.timeline import timeline
 from dtensor.compile.estimates.traffic import sent, traffic
 from dtensor.compile.recording import frames
 from dtensor.compile.recording.logs import LOG
-from dtensor.compile.recording.node_remarks import place
 from dtensor.compile.reports import lockfile
 from dtensor.compile.reports.differences import differences
 from dtensor.compile.reports.reading import Dumped, read
@@ -23,7 +22,7 @@ from dtensor.compile.reports.summary import changed, most_exposed, seconds, summ
 from dtensor.layout.cost import DEFAULT, terms
 from dtensor.mesh.mesh import facts
 from dtensor.parallel.fsdp.sharded_module import sharded_class
-from dtensor.passes.graph.source import module, module_class, source
+from dtensor.passes.graph.source import module, module_class, place, source
 from dtensor.torch_private.core import c10d, make_fx
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
