@@ -178,24 +178,6 @@ def replaced(
     return tuple(filled), keywords
 
 
-def rule_for(*names: str, by_value: bool = False) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a rule function for the named operators; a name without namespace is an aten operator.
-
-    Args:
-        names: the operators.
-        by_value: whether the rule depends on the value of a float; see `BY_VALUE`.
-    """
-
-    def register(function: RuleFunction) -> RuleFunction:
-        for name in names:
-            full = name if "::" in name else f"aten::{name}"
-            RULES[full] = function
-            BY_VALUE.update({full} if by_value else ())
-        return function
-
-    return register
-
-
 def shape_for(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function that runs in place of an aten operator on fake global tensors."""
 
@@ -219,6 +201,5 @@ __all__ = [
     "is_in_place",
     "positions",
     "replaced",
-    "rule_for",
     "shape_for",
 ]

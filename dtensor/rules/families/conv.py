@@ -6,27 +6,25 @@ the channels are a (group, channel) pair of factors, of which only the group can
 
 from typing import Any
 
-from ..call import Call, LocalCall, rule_for
+from ..bind import rule_for
+from ..call import Call, LocalCall
 from ..local_calls import empty_outputs, has_empty_shard, is_sharded, parts
-from ..pattern import Pattern, bind
-from ..rule import Rule
+from ..notation import LibraryRule, Rule
 
-WEIGHT = {False: "(go)i~", True: "(gi)o~"}
-"""Whether a convolution is transposed -> the factors of its weight."""
+WEIGHT = {False: "(go)i*", True: "(gi)o*"}
+"""Whether a convolution is transposed -> the term of its weight."""
 
 
 @rule_for("convolution", "_convolution", "convolution_overrideable")
 def convolution(call: Call) -> Rule:
-    weight = WEIGHT[call["transposed"]]
-    pattern = Pattern(
-        f"n(gi)~, {weight}, (go) -> n(go)~",
-        linear=({0, 2}, {1, 2}),
-        reduce={"i": "sum"},
+    return LibraryRule(
+        f"n(gi)*,{WEIGHT[call['transposed']]},(go)->n(go)*",
+        linear=[(0, 2), (1, 2)],
+        reduce="i",
         sizes={"g": "groups"},
-        addends=(2,),
+        added=2,
         local=_local_convolution,
     )
-    return bind(pattern, call)
 
 
 def _local_convolution(call: LocalCall) -> Any:
@@ -48,15 +46,14 @@ def _groups(call: LocalCall) -> Any:
 def convolution_backward(call: Call) -> Rule:
     """The bias gradient does not depend on the input channels, so every rank computes it where these are sharded."""
     weight = WEIGHT[call["transposed"]]
-    pattern = Pattern(
-        f"n(go)~, n(gi)~, {weight} -> n(gi)~, {weight}, (go)",
-        linear=({0},),
-        reduce={"o": "sum", "n": "sum"},
+    return LibraryRule(
+        f"n(go)*,n(gi)*,{weight}->n(gi)*,{weight},(go)",
+        linear=0,
+        reduce="on",
         sizes={"g": "groups"},
         whole=((2, "i"),),
         local=_local_backward,
     )
-    return bind(pattern, call)
 
 
 def _local_backward(call: LocalCall) -> Any:
