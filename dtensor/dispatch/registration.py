@@ -18,9 +18,10 @@ from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..mesh.tensor_spec import Spec
 from ..rules import RULES, Call
 from ..rules import Rule as EngineRule
-from ..rules.bind import bind, check_schema
+from ..rules.bind import bind
 from ..rules.call import RuleFunction, argument
 from ..rules.notation import Rule
+from ..rules.plan import check_schema
 from ..torch_private.core import OpOverload, overloads_of
 from . import dispatch
 

@@ -100,7 +100,9 @@ class Call:
     @property
     def wanted(self) -> tuple[Output | None, ...]:
         """The outputs, with None for those that `output_mask` excludes; not every fake kernel respects the mask."""
-        mask = self["output_mask"] if self.has("output_mask") else ()
+        if not self.has("output_mask"):
+            return self.outputs
+        mask = self["output_mask"]
         return tuple(o if i >= len(mask) or mask[i] else None for i, o in enumerate(self.outputs))
 
     @property

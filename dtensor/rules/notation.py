@@ -17,7 +17,7 @@ exist, and a factor that would never be sharded.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError
@@ -101,6 +101,7 @@ class Rule:
     parsed: Text = field(init=False, repr=False, compare=False)
     reductions: Mapping[str, str] = field(init=False, repr=False, compare=False)
     groups: tuple[tuple[Argument, ...], ...] = field(init=False, repr=False, compare=False)
+    plans: dict[Any, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -110,6 +111,7 @@ class Rule:
             "parsed": parse(self.text),
             "reductions": dict(reduce) if isinstance(reduce, Mapping) else dict.fromkeys(factors_of(reduce), "sum"),
             "groups": tuple([several(g) for g in groups]),
+            "plans": {},
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -211,16 +213,17 @@ class LibraryRule(Rule):
     """A rule with what only the library's own operators need. Factors and arguments are given as in `Rule`.
 
     Attributes:
-        keeps: (arguments, reduce op of all of them -> reduce op of the outputs), as in `rule.Rule`.
+        keeps: arguments, and pairs of a reduce op of all of them and that of the outputs, as in `rule.Rule`.
         rounds: whether the operator rounds integers, and so is linear only in other numbers.
         last: factors that are tried last, in this order.
         whole: outputs that stay Replicate where they lack a sharded factor, as `local` combines them; a pair (output,
             factor) is about that factor only.
         home: output -> the argument to whose layout it is redistributed.
-        unread, written, local, across, all_reduces, refuses_empty, shape_arg: as in `rule.Rule`.
+        all_reduces: factors, and how many all-reduces `local` takes over each mesh axis that shards one of them.
+        unread, written, local, across, refuses_empty, shape_arg: as in `rule.Rule`.
     """
 
-    keeps: Sequence[tuple[Argument | Sequence[Argument], Mapping[str, str]]] = field(default=(), kw_only=True)
+    keeps: Sequence[tuple[Argument | Sequence[Argument], Iterable[tuple[str, str]]]] = field(default=(), kw_only=True)
     rounds: bool = field(default=False, kw_only=True)
     last: str | Iterable[str] = field(default="", kw_only=True)
     unread: Argument | Sequence[Argument] = field(default=(), kw_only=True)
@@ -229,7 +232,7 @@ class LibraryRule(Rule):
     home: Mapping[int, Argument] = field(default_factory=dict[int, Argument], kw_only=True)
     local: Callable[[Any], Any] | None = field(default=None, kw_only=True)
     across: str | Iterable[str] | None = field(default=None, kw_only=True)
-    all_reduces: Mapping[str, int] = field(default_factory=dict[str, int], kw_only=True)
+    all_reduces: tuple[str, int] = field(default=("", 0), kw_only=True)
     refuses_empty: str | Iterable[str] = field(default="", kw_only=True)
     shape_arg: str | None = field(default=None, kw_only=True)
 
@@ -239,7 +242,7 @@ class LibraryRule(Rule):
             "last": factors_of(self.last),
             "whole": [w[1] for w in self.whole if isinstance(w, tuple)],
             "across": factors_of(self.across or ""),
-            "all_reduces": self.all_reduces,
+            "all_reduces": factors_of(self.all_reduces[0]),
             "refuses_empty": factors_of(self.refuses_empty),
         }
 
@@ -256,6 +259,10 @@ class LibraryRule(Rule):
         outputs = [*(w[0] if isinstance(w, tuple) else w for w in self.whole), *self.home]
         if wrong := [i for i in outputs if i not in range(count)]:
             raise ArgumentError(f"{self.text!r} has no output {wrong[0]}; its outputs are 0 to {count - 1}")
+
+
+library_rule = lru_cache(4096)(LibraryRule)
+"""A rule that is made once: for functions, which are asked at each call. Options have to be hashable."""
 
 
 @cache
@@ -320,4 +327,16 @@ def several(given: Argument | Sequence[Argument]) -> tuple[Argument, ...]:
     return (given,) if isinstance(given, (str, int)) else tuple(given)
 
 
-__all__ = ["LETTERS", "MANY", "Argument", "LibraryRule", "Rule", "Term", "Text", "factors_of", "parse", "several"]
+__all__ = [
+    "LETTERS",
+    "MANY",
+    "Argument",
+    "LibraryRule",
+    "Rule",
+    "Term",
+    "Text",
+    "factors_of",
+    "library_rule",
+    "parse",
+    "several",
+]

@@ -10,7 +10,7 @@ import torch
 
 from ..bind import rule_for, rule_table
 from ..call import Call, LocalCall
-from ..notation import LETTERS, LibraryRule, Rule
+from ..notation import LETTERS, Rule, library_rule
 from .embedding_and_gather import lookup
 from .row_lookup import bounds, own_rows, with_a_row
 
@@ -45,10 +45,10 @@ def index(call: Call) -> Rule:
     own, read = _indexed(call)
     rest = own.replace("1", "")
     if len(call.operands) != 2:
-        return LibraryRule(f"{own},{'...' if '...' in read else '*'}->{''.join(read)}", linear=0, last=rest)
+        return library_rule(f"{own},{'...' if '...' in read else '*'}->{''.join(read)}", linear=0, last=rest)
     dim = len(call["indices"]) - 1
     text = f"{own[:dim]}v{own[dim + 1 :]},...->{''.join(read)}"
-    return LibraryRule(text, linear=0, local=_local_index, **{**lookup(call), "last": f"{rest}v"})
+    return library_rule(text, linear=0, local=_local_index, **{**lookup(call), "last": f"{rest}v"})
 
 
 def _local_index(call: LocalCall) -> Any:
@@ -65,7 +65,7 @@ def _local_index(call: LocalCall) -> Any:
 
 @rule_for("index_put", "_index_put_impl", "_unsafe_index_put")
 def index_put(call: Call) -> Rule:
-    target, values, linear = call["self"], call["values"], [(0, 2)]
+    target, values, linear = call["self"], call["values"], ((0, 2),)
     if _fills_by_mask(call):
         own, (mask,) = LETTERS[: target.ndim], call["indices"]
         return Rule(f"{own},{own[: mask.ndim]},->{own}", linear=linear)
@@ -81,12 +81,12 @@ def index_put(call: Call) -> Rule:
     text = f"{own},...,{''.join(written)}->{own}"
     if not call["accumulate"]:
         return Rule(text, linear=linear, blocked="...")
-    return LibraryRule(text, linear=linear, reduce="...", added=0, last=own.replace("1", ""))
+    return library_rule(text, linear=linear, reduce="...", added=0, last=own.replace("1", ""))
 
 
 FLAT = {
     "take": Rule("*,...->...", linear=0),
-    "masked_scatter": Rule("*,*,*->*", linear=[(0, 2)]),
+    "masked_scatter": Rule("*,*,*->*", linear=((0, 2),)),
     "masked_scatter_backward": Rule("*,*->*", linear=0),
 }
 """Operators that index a tensor as if it were flat, so that it has to be unsharded."""
@@ -97,7 +97,7 @@ rule_table(__name__, FLAT)
 @rule_for("put")
 def put(call: Call) -> Rule:
     _, where, source = call.operands
-    linear = [(0, 2)]
+    linear = ((0, 2),)
     if not call["accumulate"] or tuple(where.shape) != tuple(source.shape):
         return Rule("*,*,*->*", linear=linear)
     return Rule("*,...,...->*", reduce="...", linear=linear, added=0)

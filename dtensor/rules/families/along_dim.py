@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from ..bind import rule_for, rule_table, signature
+from ..bind import rule_for, rule_table
 from ..call import Call
 from ..local_calls import unless_empty
-from ..notation import LETTERS, LibraryRule, Rule
+from ..notation import LETTERS, Rule, library_rule
+from ..plan import signature
 
 ALONG: dict[str, tuple[str, Any]] = {
     "_softmax": ("dim", ()),
@@ -43,7 +44,7 @@ def along(call: Call) -> Rule:
     full = "".join(["1" if d in over else LETTERS[d] for d in range(ndim)])
     ins = ",".join([full[ndim - o.ndim :] for o in call.operands])
     outs = ",".join([full] * signature(call.func).returns)
-    return LibraryRule(f"{ins}->{outs}", linear=linear, local=unless_empty if call.name.startswith("_fft") else None)
+    return library_rule(f"{ins}->{outs}", linear=linear, local=unless_empty if call.name.startswith("_fft") else None)
 
 
 SEARCHED = {

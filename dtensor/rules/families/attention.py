@@ -10,10 +10,11 @@ are for the fused operators; `dtensor.tensor.composite_operators` catches the ma
 from typing import Any
 
 from ...torch_private.symbolic_sizes import same_size
-from ..bind import rule_for, signature
+from ..bind import rule_for
 from ..call import Call, LocalCall
 from ..local_calls import empty_outputs, for_empty
-from ..notation import LibraryRule, Rule
+from ..notation import Rule, library_rule
+from ..plan import signature
 
 FUSED = (
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -39,7 +40,7 @@ def _queries(call: Call) -> tuple[str, dict[str, Any]]:
     grouped = not same_size(q.shape[1], k.shape[1])
     length = "s" if not call["is_causal"] and call.name.removesuffix("_backward") in BY_QUERY else "1"
     items = f"b{'(hg)' if grouped else 'h'}{length}"
-    factors = [f for f in items if f.isalpha()]
+    factors = items.translate({ord(c): None for c in "(1)"})
     return items, {
         "blocked": factors if call["dropout_p"] else "g" if grouped else "",
         "refuses_empty": factors[1:],
@@ -69,8 +70,8 @@ def fused(call: Call) -> Rule:
     items, options = _queries(call)
     mask = [_mask(call[name], items) for name in signature(call.func).arguments if name in MASKS]
     outs = [_like_query(call.outputs[k], items) for k in signature(call.func).results]
-    whole = [i for i, term in enumerate(outs) if term == "*"]
-    return LibraryRule(f"{','.join([f'{items}1', KEYS, KEYS, *mask])}->{','.join(outs)}", whole=whole, **options)
+    whole = tuple([i for i, term in enumerate(outs) if term == "*"])
+    return library_rule(f"{','.join([f'{items}1', KEYS, KEYS, *mask])}->{','.join(outs)}", whole=whole, **options)
 
 
 @for_empty
@@ -89,7 +90,7 @@ def fused_backward(call: Call) -> Rule:
     outs = [f"{items}1", KEYS, KEYS, *(terms[name] for name in terms if name in MASKS)]
     outs = outs[: signature(call.func).returns]
     reduce = [f for f in "bhs" if f in items and any(f not in term for term in outs)]
-    return LibraryRule(f"{','.join(terms.values())}->{','.join(outs)}", linear=0, reduce="".join(reduce), **options)
+    return library_rule(f"{','.join(terms.values())}->{','.join(outs)}", linear=0, reduce="".join(reduce), **options)
 
 
 __all__ = ["FUSED"]

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from ..bind import rule_for, signature
+from ..bind import rule_for
 from ..call import Call, LocalCall
 from ..local_calls import all_reduce, empty_outputs, has_empty_shard, unless_empty
-from ..notation import LibraryRule, Rule
+from ..notation import Rule, library_rule
+from ..plan import signature
 
 TRAINING: dict[str, Any] = {
     "native_batch_norm": "training",
@@ -74,14 +75,14 @@ def _text(call: Call, data: tuple[str, ...]) -> str:
 @rule_for(*(name for name in TRAINING if not name.endswith("backward")))
 def batch_norm(call: Call) -> Rule:
     trains = _trains(call)
-    statistics = [name for name in ("running_mean", "running_var") if call.has(name)]
-    return LibraryRule(
+    statistics = tuple([name for name in ("running_mean", "running_var") if call.has(name)])
+    return library_rule(
         _text(call, ("input",)),
         last="n...",
         whole=range(1, len(call.outputs)),
         written=statistics if trains and call.name in UPDATES else (),
         local=_local_forward if trains else _local_evaluation,
-        all_reduces=dict.fromkeys(("n", "..."), 2) if trains else {},
+        all_reduces=("n...", 2) if trains else ("", 0),
     )
 
 
@@ -154,10 +155,8 @@ def batch_norm_backward(call: Call) -> Rule:
     # The kernels divide by the number of elements.
     shared: dict[str, Any] = {"linear": gradient, "last": "n...", "refuses_empty": "nc..."}
     if not _trains(call):
-        return LibraryRule(text, reduce="n...", local=unless_empty, **shared)
-    return LibraryRule(
-        text, whole=(1, 2), local=_local_backward, all_reduces=dict.fromkeys(("n", "..."), 1), **shared
-    )
+        return library_rule(text, reduce="n...", local=unless_empty, **shared)
+    return library_rule(text, whole=(1, 2), local=_local_backward, all_reduces=("n...", 1), **shared)
 
 
 def _local_backward(call: LocalCall) -> Any:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from ...torch_private.symbolic_sizes import hint
-from ..bind import rule_for, rule_table, signature
+from ..bind import rule_for, rule_table
 from ..call import Call, LocalCall
-from ..notation import LETTERS, LibraryRule, Rule
+from ..notation import LETTERS, LibraryRule, Rule, library_rule
+from ..plan import signature
 from .row_lookup import bounds, own_rows, with_a_row
+
 
 def _local_embedding(call: LocalCall) -> Any:
     weight, indices, size = with_a_row(call["weight"], 0), call["indices"], call.call["weight"].shape[0]
@@ -31,7 +33,7 @@ rule_table(__name__, EMBEDDING)
 @rule_for("embedding_dense_backward")
 def embedding_backward(call: Call) -> Rule:
     blocked = "..." if call["scale_grad_by_freq"] else ""
-    return LibraryRule("...d,...->1d", reduce="...", linear=0, blocked=blocked, last="...")
+    return library_rule("...d,...->1d", reduce="...", linear=0, blocked=blocked, last="...")
 
 
 @rule_for("index_select")
@@ -63,7 +65,7 @@ def gather(call: Call) -> Rule:
 
 def _looked_up(call: Call, text: str) -> Rule:
     """The rule of a lookup of rows by index; `v` is the looked-up factor."""
-    return LibraryRule(text, linear=0, local=_local_lookup, **lookup(call)) if "v" in text else Rule(text, linear=0)
+    return library_rule(text, linear=0, local=_local_lookup, **lookup(call)) if "v" in text else Rule(text, linear=0)
 
 
 def lookup(call: Call) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def scatter(call: Call) -> Rule:
     count = len(signature(call.func).arguments)
     sums = call.name == "scatter_add" or (call.name == "scatter_reduce" and call["reduce"] == "sum")
     copies = call.name == "scatter" and call.func._overloadname == "src"
-    linear = [(0, 2)] if sums or copies else ()
+    linear = ((0, 2),) if sums or copies else ()
     if not target.ndim or any(o.ndim != target.ndim for o in call.operands):  # as in `gather`
         return Rule(f"{','.join(['*'] * count)}->*", linear=linear)
     dim = call["dim"] % target.ndim
@@ -115,7 +117,7 @@ def scatter(call: Call) -> Rule:
     adds = joins and index.shape[dim] == call.operands[2].shape[dim]
     read = _along(one, dim, "i") if adds else one
     text = f"{','.join([one, *[read] * (count - 1)])}->{one}"
-    return LibraryRule(text, reduce="i", linear=linear, added=0, last="i") if adds else Rule(text, linear=linear)
+    return library_rule(text, reduce="i", linear=linear, added=0, last="i") if adds else Rule(text, linear=linear)
 
 
 @rule_for("index_add", "index_copy", "index_fill", "index_reduce")
@@ -128,8 +130,8 @@ def index_write(call: Call) -> Rule:
     read = _along(one, dim, "i") if adds else one
     rows = [read if o.ndim == target.ndim else "*" for o in call.operands[2:]]
     text = f"{','.join([one, 'i' if adds else '*', *rows])}->{one}"
-    linear = [(0, 2)] if rows and call.name != "index_reduce" else ()
-    return LibraryRule(text, reduce="i", linear=linear, added=0, last="i") if adds else Rule(text, linear=linear)
+    linear = ((0, 2),) if rows and call.name != "index_reduce" else ()
+    return library_rule(text, reduce="i", linear=linear, added=0, last="i") if adds else Rule(text, linear=linear)
 
 
 __all__ = ["EMBEDDING", "lookup"]

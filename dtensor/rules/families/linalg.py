@@ -8,7 +8,7 @@ from typing import Any
 from ..bind import rule_for, rule_table
 from ..call import Call, LocalCall
 from ..local_calls import empty_outputs, is_sharded, unless_empty
-from ..notation import LibraryRule, Rule
+from ..notation import LibraryRule, Rule, library_rule
 
 FACTORISATIONS: dict[str, Rule | str] = {
     "cholesky": "...11->...11",
@@ -77,20 +77,20 @@ def _columns(call: Call) -> str:
 def solve_triangular(call: Call) -> Rule:
     """Solves `A X = B` or `X A = B`."""
     rhs = _columns(call)
-    return LibraryRule(f"...11,{rhs}->{rhs}", linear=1, local=unless_empty)
+    return library_rule(f"...11,{rhs}->{rhs}", linear=1, local=unless_empty)
 
 
 @rule_for("linalg_lu_solve", "ormqr")
 def solve(call: Call) -> Rule:
     """As `solve_triangular`, for a factorisation that is two tensors; `Q X` or `X Q` for a QR factorisation."""
     rhs = _columns(call)
-    return LibraryRule(f"...11,...1,{rhs}->{rhs}", linear=2, local=unless_empty)
+    return library_rule(f"...11,...1,{rhs}->{rhs}", linear=2, local=unless_empty)
 
 
 @rule_for("triangular_solve")
 def solve_and_copy(_: Call) -> Rule:
     """As `solve_triangular`, with a copy of A as second output."""
-    return LibraryRule("...1n,...11->...1n,...11", whole=((1, "n"),), local=_unless_no_matrix)
+    return library_rule("...1n,...11->...1n,...11", whole=((1, "n"),), local=_unless_no_matrix)
 
 
 @rule_for("_linalg_solve_ex")
@@ -98,7 +98,7 @@ def solve_and_factors(call: Call) -> Rule:
     """As `solve_triangular`, with the factors of A as further outputs; each matrix may have one vector."""
     rhs = "...1" if _is_vector(call) else _columns(call)
     whole = () if _is_vector(call) else tuple((i, "n") for i in (1, 2, 3))
-    return LibraryRule(f"...11,{rhs}->{rhs},...11,...1,...", whole=whole, local=_local_solve)
+    return library_rule(f"...11,{rhs}->{rhs},...11,...1,...", whole=whole, local=_local_solve)
 
 
 def _is_vector(call: Call) -> bool:

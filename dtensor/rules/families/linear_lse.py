@@ -11,9 +11,8 @@ import torch
 from ..bind import rule_for, rule_table
 from ..call import Call, LocalCall
 from ..local_calls import all_reduce, axes_of
-from ..notation import LibraryRule, Rule
+from ..notation import LibraryRule, Rule, library_rule
 from .row_lookup import bounds, own_rows
-
 
 NONE = -1
 """The index of no class, among indices relative to a rank's first class."""
@@ -42,7 +41,7 @@ def _local(call: LocalCall) -> Any:
 
 
 FORWARD = LibraryRule(
-    "...1,v1,v,...->...,...", reduce="v", whole=((0, "v"), (1, "v")), local=_local, all_reduces={"v": 2}
+    "...1,v1,v,...->...,...", reduce="v", whole=((0, "v"), (1, "v")), local=_local, all_reduces=("v", 2)
 )
 
 rule_table(__name__, {"dtensor::linear_lse": FORWARD})
@@ -52,7 +51,7 @@ rule_table(__name__, {"dtensor::linear_lse": FORWARD})
 def linear_lse_backward(call: Call) -> Rule:
     bias = "1" if call["bias"] is None else "v"
     text = f"...,...,...1,v1,v,...,...->...1,v1,{bias}"
-    return LibraryRule(text, reduce="...v", linear=[(0, 1)], local=_run)
+    return library_rule(text, reduce="...v", linear=((0, 1),), local=_run)
 
 
 __all__ = ["FORWARD", "linear_lse_backward"]

@@ -11,20 +11,20 @@ import torch
 from ..bind import rule_for
 from ..call import Call, LocalCall
 from ..local_calls import all_reduce, wide
-from ..notation import LETTERS, LibraryRule, Rule
+from ..notation import LETTERS, Rule, library_rule
 
 
 def _rule(call: Call, local: Any, all_reduces: int, linear: Any = (), refuses: bool = False) -> Rule:
     ndim = call.operands[0].ndim
     full = LETTERS[:ndim]
     along = full[call["dim"]] if ndim else ""
-    return LibraryRule(
+    return library_rule(
         f"{','.join([full] * len(call.operands))}->{full}",
         linear=linear,
         last=along,
         local=local,
         across=along,
-        all_reduces=dict.fromkeys(along, all_reduces),
+        all_reduces=(along, all_reduces),
         refuses_empty=along if refuses else "",
     )
 

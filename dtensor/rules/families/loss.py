@@ -6,7 +6,7 @@ from typing import Any
 from ..bind import rule_for
 from ..call import Call, LocalCall
 from ..local_calls import guarded, is_sharded
-from ..notation import LibraryRule, Rule
+from ..notation import Rule, library_rule
 from .pointwise import broadcast_shape, elementwise
 
 MEAN, SUM = 1, 2
@@ -27,7 +27,7 @@ ELEMENTWISE = (
 def elementwise_loss(call: Call) -> Rule | str:
     if call["reduction"] not in (MEAN, SUM):
         return elementwise(call)
-    return LibraryRule(elementwise(call, ""), reduce="...", local=_local_elementwise, across=_across_mean(call))
+    return library_rule(elementwise(call, ""), reduce="...", local=_local_elementwise, across=_across_mean(call))
 
 
 def _across_mean(call: Call) -> str:
@@ -53,7 +53,7 @@ def elementwise_loss_backward(call: Call) -> Rule:
     # A mean or sum gets one number as its gradient, but one per element where this is differentiated again.
     linear = (0, (1, 2)) if call.name == "mse_loss_backward" else 0
     text, across = elementwise(call), _across_mean(call)
-    return LibraryRule(text, linear=linear, local=_local_elementwise_backward, across=across)
+    return library_rule(text, linear=linear, local=_local_elementwise_backward, across=across)
 
 
 def _local_elementwise_backward(call: LocalCall) -> Any:
@@ -74,8 +74,8 @@ def margin_loss(call: Call) -> Rule:
     reduced, backward = call["reduction"] in (MEAN, SUM), call.has("grad_output")
     text, reduce = MARGIN[call.name][reduced], "n" if reduced and not backward else ""
     if call["self"].ndim < 2:  # a single sample
-        text, reduce = text.replace("n", ""), ""
-    return LibraryRule(text, linear=0 if backward else (), reduce=reduce, local=_local_margin)
+        text, reduce = text.replace("n1", "*").replace("n", "*"), ""
+    return library_rule(text, linear=0 if backward else (), reduce=reduce, local=_local_margin)
 
 
 @guarded

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from ..bind import rule_for, rule_table
 from ..call import Call, LocalCall, shape_for
 from ..local_calls import empty_outputs, has_empty_shard, unless_empty
-from ..notation import LibraryRule, Rule
+from ..notation import Rule, library_rule
 
 
 def _product(text: str, reduce: str = "k") -> Rule:
@@ -53,12 +53,12 @@ def added_product(call: Call) -> Rule:
     own = out[len(out) - bias.ndim :]
     made = call.outputs[0]
     broadcasts = made is not None and tuple(bias.shape) != tuple(made.shape)
-    return LibraryRule(
+    return library_rule(
         f"{own},{text}",
         reduce=reduce,
-        linear=[(0, 1), (0, 2)],
+        linear=((0, 1), (0, 2)),
         added=0 if reduce else (),
-        last=[f for f in dict.fromkeys(text) if f.isalpha()],  # in the order of the product
+        last="".join([f for f in dict.fromkeys(text) if f.isalpha()]),  # in the order of the product
         local=_with_whole_input if call.name == "addmv" and broadcasts else None,
     )
 
@@ -75,7 +75,7 @@ def scaled_mm(call: Call) -> Rule:
     The contracted factor may not be sharded: each partial result would be rounded to the few bits of the result.
     """
     by_rows = call["scale_a"].shape and call["scale_a"].shape[0] == call["self"].shape[0]
-    return LibraryRule("m1,1n,m1,1n,n,*->mn" if by_rows else "m1,1n,*,*,*,*->mn", local=unless_empty)
+    return library_rule("m1,1n,m1,1n,n,*->mn" if by_rows else "m1,1n,*,*,*,*->mn", local=unless_empty)
 
 
 def _of_groups(call: LocalCall) -> Any:
@@ -97,7 +97,7 @@ def _with_long_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _groups(text: str, reduce: str = "") -> Rule:
-    return LibraryRule(text, linear=(0, 1), reduce=reduce, local=_of_groups)
+    return library_rule(text, linear=(0, 1), reduce=reduce, local=_of_groups)
 
 
 _GROUPS_OF = {

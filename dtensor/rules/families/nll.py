@@ -12,7 +12,7 @@ import torch
 from ..bind import rule_for
 from ..call import Call, LocalCall
 from ..local_calls import all_reduce
-from ..notation import LibraryRule, Rule
+from ..notation import Rule, library_rule
 from .row_lookup import bounds, own_rows, with_a_row
 
 MEAN, SUM = 1, 2
@@ -30,14 +30,14 @@ def nll_loss(call: Call) -> Rule:
     batch = batch or "1" * call["target"].ndim
     mean, each = call["reduction"] == MEAN, call["reduction"] not in (MEAN, SUM) and full != "c"
     factors = full if mean else "c"
-    return LibraryRule(
+    return library_rule(
         f"{full},{batch},c->{batch if each else ''},",
         reduce="c" if each else full,
         last="c",
         whole=(1,) if each or mean else (),
         local=_local_loss,
         across=factors,
-        all_reduces=dict.fromkeys(factors, 1) if mean else {},
+        all_reduces=(factors if mean else "", 1),
     )
 
 
@@ -94,7 +94,7 @@ def nll_loss_backward(call: Call) -> Rule:
     full, batch = _terms(call["self"])
     mean = call["reduction"] == MEAN
     grad = "" if call["reduction"] in (MEAN, SUM) else batch
-    return LibraryRule(
+    return library_rule(
         f"{grad},{full},{batch or '1' * call['target'].ndim},c,->{full}",
         linear=0,
         last="c",

@@ -5,6 +5,7 @@ have only one number per feature, and if they stayed Partial they would be reduc
 they are redistributed to the layout of their parameter at once.
 """
 
+from functools import cache
 from typing import Any
 
 from ..bind import rule_for, rule_table
@@ -13,24 +14,27 @@ from ..local_calls import guarded, parts
 from ..notation import LibraryRule, Rule
 
 
-@rule_for("native_layer_norm", "_fused_rms_norm")
-def norm(call: Call) -> str:
-    """In the texts below N stands for the normalised dims."""
-    text = "...N,N,N->...N,...N,...N" if call.name == "native_layer_norm" else "...N,N->...N,...N"
-    return _normalised(call, text)
+NORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "native_layer_norm": ("...N,N,N->...N,...N,...N", {}),
+    "native_layer_norm_backward": (
+        "...N,...N,...N,...N,N,N->...N,N,N",
+        {"reduce": "...", "linear": 0, "unread": "bias", "home": {1: "weight", 2: "bias"}},
+    ),
+    "_fused_rms_norm": ("...N,N->...N,...N", {}),
+    "_fused_rms_norm_backward": ("...N,...N,...N,N->...N,N", {"reduce": "...", "linear": 0, "home": {1: "weight"}}),
+}
+"""Operator -> its text, in which N stands for the normalised dims, and options of its rule."""
 
 
-def _normalised(call: Call, text: str) -> str:
-    return text.replace("N", "1" * len(call["normalized_shape"]))
+@rule_for(*NORMS)
+def norm(call: Call) -> Rule:
+    return _norm(call.name, len(call["normalized_shape"]))
 
 
-@rule_for("native_layer_norm_backward", "_fused_rms_norm_backward")
-def norm_backward(call: Call) -> Rule:
-    if call.name == "_fused_rms_norm_backward":
-        text = _normalised(call, "...N,...N,...N,N->...N,N")
-        return LibraryRule(text, reduce="...", linear=0, home={1: "weight"})
-    text = _normalised(call, "...N,...N,...N,...N,N,N->...N,N,N")
-    return LibraryRule(text, reduce="...", linear=0, unread="bias", home={1: "weight", 2: "bias"})
+@cache
+def _norm(name: str, dims: int) -> Rule:
+    text, options = NORMS[name]
+    return LibraryRule(text.replace("N", "1" * dims), **options)
 
 
 def _local_groups(call: LocalCall) -> Any:
@@ -56,4 +60,4 @@ GROUP_NORM = {
 
 rule_table(__name__, GROUP_NORM)
 
-__all__ = ["GROUP_NORM"]
+__all__ = ["GROUP_NORM", "NORMS"]

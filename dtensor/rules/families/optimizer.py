@@ -8,7 +8,7 @@ from typing import Any
 
 from ..bind import rule_for
 from ..call import Call
-from ..notation import LibraryRule, Rule
+from ..notation import Rule, library_rule
 from .pointwise import elementwise
 
 FUSED: dict[str, Any] = {
@@ -22,7 +22,7 @@ FUSED: dict[str, Any] = {
 
 @rule_for(*FUSED)
 def fused_step(call: Call) -> Rule:
-    return LibraryRule(elementwise(call), written=[name for name in FUSED[call.name] if call[name]])
+    return library_rule(elementwise(call), written=tuple([name for name in FUSED[call.name] if call[name]]))
 
 
 __all__ = ["FUSED"]

@@ -16,9 +16,10 @@ each rank's values. A copy passes Partial with max, min or product through as we
 from typing import Any
 
 from ...torch_private.symbolic_sizes import same_size
-from ..bind import rule_for, rule_table, signature
+from ..bind import rule_for, rule_table
 from ..call import Call, LocalCall
-from ..notation import LETTERS, LibraryRule, Rule
+from ..notation import LETTERS, LibraryRule, Rule, library_rule
+from ..plan import signature
 
 FIRST = """
     neg _neg_view positive clone detach alias lift_fresh conj _conj _conj_physical conj_physical polar deg2rad
@@ -32,18 +33,18 @@ FIRST = """
 
 LINEAR: dict[str, Any] = {
     **dict.fromkeys(FIRST.split(), 0),
-    "complex": [(0, 1)],
-    "add.Tensor": [(0, 1)],
-    "sub.Tensor": [(0, 1)],
-    "rsub.Tensor": [(0, 1)],
+    "complex": ((0, 1),),
+    "add.Tensor": ((0, 1),),
+    "sub.Tensor": ((0, 1),),
+    "rsub.Tensor": ((0, 1),),
     "mul.Tensor": (0, 1),
-    "where.self": [(1, 2)],
-    "lerp.Scalar": [(0, 1)],
-    "lerp.Tensor": [(0, 1)],
-    "masked_fill.Tensor": [(0, 2)],
-    "addcmul": [(0, 1), (0, 2)],
-    "addcdiv": [(0, 1)],
-    "copy": [(0, 1)],
+    "where.self": ((1, 2),),
+    "lerp.Scalar": ((0, 1),),
+    "lerp.Tensor": ((0, 1),),
+    "masked_fill.Tensor": ((0, 2),),
+    "addcmul": ((0, 1), (0, 2)),
+    "addcdiv": ((0, 1),),
+    "copy": ((0, 1),),
 }
 """Operator (without in-place underscore, with overload where it matters) -> `linear` of its rule."""
 
@@ -82,7 +83,7 @@ the sign of a parameter such as a slope."""
 FALLING = frozenset({"erfc", "neg"})
 """Operators that are decreasing functions of operand 0, likewise."""
 
-UP, DOWN = {"max": "max", "min": "min"}, {"max": "min", "min": "max"}
+UP, DOWN = (("max", "max"), ("min", "min")), (("max", "min"), ("min", "max"))
 
 COPIES = frozenset({"alias", "clone", "detach", "lift_fresh", "positive"})
 """Operators that return their operand unchanged. Autograd detaches what it saves, such as the result of `amax`."""
@@ -166,7 +167,7 @@ def kept(call: Call) -> Any:
     """
     name = call.name
     if name in COPIES:
-        return ((0, {**UP, "product": "product"}),)
+        return ((0, (*UP, ("product", "product"))),)
     if not all(x.dtype.is_floating_point for x in (*call.operands, *call.outputs) if x is not None):
         return ()
     if name in RISING or name == "_to_copy":
@@ -175,7 +176,7 @@ def kept(call: Call) -> Any:
         return ((0, DOWN),)
     if name in ("maximum", "minimum"):
         op = name[:3]
-        return ((0, UP), (1, UP), ((0, 1), {op: op}))
+        return ((0, UP), (1, UP), ((0, 1), ((op, op),)))
     return ()  # not a sum: minus infinity, which loses on one rank, may meet infinity and be NaN
 
 
@@ -189,7 +190,7 @@ def _widens(call: Call) -> bool:
 @rule_for(*POINTWISE)
 def pointwise(call: Call) -> Rule:
     unread = 0 if call.name in ("fill", "zero") else ()
-    return LibraryRule(elementwise(call), linear=linearity(call), keeps=kept(call), unread=unread)
+    return library_rule(elementwise(call), linear=linearity(call), keeps=kept(call), unread=unread)
 
 
 @rule_for("fake_quantize_per_channel_affine_cachemask")
@@ -214,8 +215,8 @@ def new(call: Call) -> Rule:
     source = call["self"]
     if out.ndim == source.ndim and all(map(same_size, out.shape, source.shape)):
         local = _new_strided if call.name == "new_empty_strided" else None
-        return LibraryRule("...->...", unread=0, local=local, shape_arg="size")
-    return LibraryRule("*->*", unread=0)
+        return library_rule("...->...", unread=0, local=local, shape_arg="size")
+    return library_rule("*->*", unread=0)
 
 
 def _new_strided(call: LocalCall) -> Any:

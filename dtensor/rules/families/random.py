@@ -18,9 +18,10 @@ from ...comm.redistribute import redistribute_local
 from ...layout.layout import Layout
 from ...mesh.mesh import group_name
 from ...mesh.tensor_spec import Spec, contiguous_stride
-from ..bind import rule_for, rule_table, signature
+from ..bind import rule_for, rule_table
 from ..call import Call, LocalCall
-from ..notation import LibraryRule, Rule
+from ..notation import LibraryRule, Rule, library_rule
+from ..plan import signature
 from ..sampling import BLOCK, sample
 
 
@@ -57,7 +58,7 @@ def random(call: Call) -> Rule:
     rest = ",*" * (len(signature(call.func).arguments) - 1)
     if call.func._schema.name.endswith("_") or (not rest and str(call.func) not in READS):
         # In place, the second operand is read and has to be replicated; the first one is not read.
-        return LibraryRule(f"...{rest}->...", unread=0, local=_draw)
+        return library_rule(f"...{rest}->...", unread=0, local=_draw)
     return Rule(f"*{rest}->*")
 
 
@@ -118,8 +119,8 @@ def rrelu(call: Call) -> Rule:
     if not call["training"]:
         return Rule(f"...,...->{outs}")
     if call.func._schema.name.endswith("_"):
-        return LibraryRule(f"...,...->{outs}", unread=(0, 1), local=_local_rrelu)
-    return LibraryRule(f"*,...->{outs}", unread=1, local=_local_rrelu)
+        return library_rule(f"...,...->{outs}", unread=(0, 1), local=_local_rrelu)
+    return library_rule(f"*,...->{outs}", unread=1, local=_local_rrelu)
 
 
 def _local_rrelu(call: LocalCall) -> Any:

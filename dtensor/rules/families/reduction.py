@@ -6,6 +6,7 @@ intermediate values, and its result is replicated.
 """
 
 from collections.abc import Callable
+from functools import cache
 from math import inf, prod
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from ..bind import rule_for
 from ..call import Call, LocalCall
 from ..local_calls import WIDE, all_reduce, has_empty_shard, wide
-from ..notation import LETTERS, LibraryRule, Rule
+from ..notation import LETTERS, LibraryRule, Rule, library_rule
 from .pointwise import elementwise
 
 REDUCTIONS: dict[str, str | None] = {
@@ -73,16 +74,21 @@ def reduction(call: Call) -> Rule | str:
     text, reduced = f"{full}->{','.join([out] * count)}", "" if never else "".join([LETTERS[i] for i in over])
     if within:
         local = WITHIN[name]
-        return LibraryRule(
+        return library_rule(
             text,
             whole=range(count),
             local=local,
             across=reduced,
-            all_reduces=dict.fromkeys(reduced, 1 if local is _truth else 2),
+            all_reduces=(reduced, 1 if local is _truth else 2),
             refuses_empty=reduced if local is _logsumexp else "",
         )
     if op is None or never:
-        return Rule(text)
+        return text
+    return _reducing(text, reduced, op, name)
+
+
+@cache
+def _reducing(text: str, reduced: str, op: str, name: str) -> Rule:
     local = _mean if name == "mean" else _extremum if op in ("max", "min") else None
     linear = 0 if name in LINEAR_REDUCTIONS else ()
     return LibraryRule(text, reduce=dict.fromkeys(reduced, op), linear=linear, local=local, across=reduced)

@@ -13,7 +13,7 @@ from ...errors import OperatorError
 from ...torch_private.symbolic_sizes import same_size
 from ..bind import rule_for
 from ..call import Call, LocalCall
-from ..notation import LETTERS, LibraryRule, Rule
+from ..notation import LETTERS, Rule, library_rule
 from .views import follow
 
 
@@ -100,14 +100,14 @@ def put_back(call: Call) -> Rule:
     if not out.ndim:
         return Rule("*->", linear=0)
     full, part = _part(call, out.shape)
-    return LibraryRule(f"{part}->{full}", linear=0, shape_arg="input_sizes")
+    return library_rule(f"{part}->{full}", linear=0, shape_arg="input_sizes")
 
 
 @rule_for("slice_scatter", "select_scatter", "diagonal_scatter")
 def put_into(call: Call) -> Rule:
     """A copy of a tensor with a part of it replaced."""
     full, part = _part(call, call["self"].shape)
-    return Rule(f"{full},{part}->{full}", linear=[(0, 1)])
+    return Rule(f"{full},{part}->{full}", linear=((0, 1),))
 
 
 @rule_for("as_strided", "as_strided_scatter")
@@ -126,7 +126,7 @@ def as_strided(call: Call) -> Rule:
     if kept is not None:
         full = ["1" if n == 1 else f for n, f in zip(given.shape, LETTERS)]
         out = ["1" if dim is None else full[dim] for dim in kept]
-        return LibraryRule(f"{''.join(full)}->{''.join(out)}", linear=0, local=partial(_with_ones, kept))
+        return library_rule(f"{''.join(full)}->{''.join(out)}", linear=0, local=partial(_with_ones, kept))
     if given.static and given.unusual_stride is not None and not given.layout.is_replicated and _has_gaps(given):
         raise OperatorError(
             f"{call.func} of a tensor of shape {list(given.shape)} and strides {list(given.stride)}, sharded as "
@@ -139,8 +139,8 @@ def as_strided(call: Call) -> Rule:
         full = "".join([LETTERS[dim] if dim in outer else "1" for dim in range(given.ndim)])
         out = "".join([LETTERS[there[place]] if place in there else "1" for place in range(len(call["size"]))])
         local = partial(_strided, outer, call["size"], call["stride"])
-        return LibraryRule(f"{full}->{out}", linear=0, local=local)
-    return Rule("*->*", linear=0) if call.name == "as_strided" else Rule("*,*->*", linear=[(0, 1)])
+        return library_rule(f"{full}->{out}", linear=0, local=local)
+    return Rule("*->*", linear=0) if call.name == "as_strided" else Rule("*,*->*", linear=((0, 1),))
 
 
 def _by_memory(given: Any) -> list[int]:

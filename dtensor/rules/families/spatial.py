@@ -9,7 +9,7 @@ from typing import Any
 from ..bind import rule_for, rule_table
 from ..call import Call
 from ..local_calls import unless_empty
-from ..notation import LibraryRule, Rule
+from ..notation import LibraryRule, Rule, library_rule
 
 
 def _by_dims(name: str, numbers: tuple[int, ...], text: str, **options: Any) -> dict[str, Rule]:
@@ -51,13 +51,9 @@ RESAMPLED = {
         for k, v in _by_dims(f"{f}_backward", n, "ncS->ncS", linear=0, shape_arg="input_size").items()
     },
     "grid_sampler_2d": LibraryRule("nc11,nhw1->nchw", linear=0),
-    "grid_sampler_2d_backward": LibraryRule(
-        "nchw,nc11,nhw1->nc11,nhw1", linear=0, reduce="chw"
-    ),
+    "grid_sampler_2d_backward": LibraryRule("nchw,nc11,nhw1->nc11,nhw1", linear=0, reduce="chw"),
     "grid_sampler_3d": LibraryRule("nc111,ndhw1->ncdhw", linear=0),
-    "grid_sampler_3d_backward": LibraryRule(
-        "ncdhw,nc111,ndhw1->nc111,ndhw1", linear=0, reduce="cdhw"
-    ),
+    "grid_sampler_3d_backward": LibraryRule("ncdhw,nc111,ndhw1->nc111,ndhw1", linear=0, reduce="cdhw"),
 }
 
 PADDED = {
@@ -68,8 +64,8 @@ PADDED = {
 }
 
 REARRANGED = {
-    "pixel_shuffle": Rule(
-        "...(crs)hw->...c(hr)(ws)", linear=0, sizes={"r": "upscale_factor", "s": "upscale_factor"}
+    "pixel_shuffle": LibraryRule(
+        "...(crs)hw->...c(hr)(ws)", linear=0, sizes={"r": "upscale_factor", "s": "upscale_factor"}, last="c"
     ),
     "pixel_unshuffle": Rule(
         "...c(hr)(ws)->...(crs)hw", linear=0, sizes={"r": "downscale_factor", "s": "downscale_factor"}
@@ -87,7 +83,7 @@ def fractional_pool(call: Call) -> Rule:
     """A pool whose windows are drawn for each sample and channel; without a batch it is replicated."""
     full = "nc" + "1" * (call["self"].ndim - 2)
     batched = call["self"].ndim - 2 == len(call["kernel_size"])
-    return LibraryRule(f"{full},nc1->{full},{full}" if batched else "*,*->*,*", local=unless_empty)
+    return library_rule(f"{full},nc1->{full},{full}" if batched else "*,*->*,*", local=unless_empty)
 
 
 __all__ = ["PADDED", "POOLS", "REARRANGED", "RESAMPLED", "UPSAMPLED"]

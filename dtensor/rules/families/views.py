@@ -6,6 +6,7 @@ index maps.
 """
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from ...torch_private.symbolic_sizes import same_size
 from ..bind import rule_for, rule_table
 from ..call import Call, LocalCall
-from ..notation import LETTERS, LibraryRule, Rule
+from ..notation import LETTERS, LibraryRule, Rule, library_rule
 
 
 def groups(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[list[int], list[int]]]:
@@ -44,7 +45,7 @@ def groups(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[list[i
 
 
 def view_text(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[str, dict[str, Any]]:
-    """The text for a tensor of shape `before` and its view as shape `after`, and sizes of factors that no dim has alone."""
+    """The text for a tensor of shape `before` and its view as shape `after`, and given sizes."""
     if any(isinstance(s, int) and s == 0 for s in before):
         return "*->*", {}
     ins, outs, sizes, letters = ["1"] * len(before), ["1"] * len(after), dict[str, Any](), iter(LETTERS)
@@ -78,7 +79,8 @@ def view(call: Call) -> Rule:
     if call.has("dtype"):  # not linear, and the last dim changes its length if the element size changes
         return Rule("...->..." if out.dtype.itemsize == call["self"].dtype.itemsize else "...1->...1")
     text, sizes = view_text(call["self"].shape, out.shape)
-    return LibraryRule(text, linear=0, sizes=sizes, shape_arg="size" if call.has("size") else "shape")
+    make = partial(LibraryRule, sizes=sizes) if sizes else library_rule
+    return make(text, linear=0, shape_arg="size" if call.has("size") else "shape")
 
 
 def follow(call: Call, source: Sequence[int | None], whole: Collection[int] = (), **options: Any) -> Rule:
@@ -86,7 +88,7 @@ def follow(call: Call, source: Sequence[int | None], whole: Collection[int] = ()
     kept = {i for i in source if i is not None and i not in whole}
     full = "".join([LETTERS[i] if i in kept else "1" for i in range(call["self"].ndim)])
     out = "".join(["1" if i is None else full[i] for i in source])
-    return LibraryRule(f"{full}->{out}", **{"linear": 0, **options})
+    return library_rule(f"{full}->{out}", **{"linear": 0, **options})
 
 
 @rule_for("t")

@@ -10,7 +10,7 @@ import torch
 from ..bind import rule_for
 from ..call import Call, LocalCall
 from ..local_calls import all_reduce
-from ..notation import LETTERS, LibraryRule, Rule
+from ..notation import LETTERS, Rule, library_rule
 
 
 def _summed(x: torch.Tensor, call: LocalCall, ndim: int) -> torch.Tensor:
@@ -30,8 +30,8 @@ def _rule(call: Call, text: str, ndim: int, local: Any, linear: Any = ()) -> Rul
     dim, full = call["dim"] % ndim, LETTERS[:ndim]
     kept = "".join([f if i == dim else "1" for i, f in enumerate(full)])
     others = full.replace(full[dim], "")
-    text, whole = text.replace("V", full).replace("K", kept), [(1, f) for f in others]
-    return LibraryRule(text, linear=linear, whole=whole, local=local, all_reduces=dict.fromkeys(others, 1))
+    text, whole = text.replace("V", full).replace("K", kept), tuple([(1, f) for f in others])
+    return library_rule(text, linear=linear, whole=whole, local=local, all_reduces=(others, 1))
 
 
 def _local(call: LocalCall) -> Any:
