@@ -6,6 +6,7 @@ import torch
 from dtensor.layout.layout import Layout
 from dtensor.mesh.tensor_spec import Spec
 from dtensor.rules import lookup
+from dtensor.rules.bind import rule_for
 from dtensor.rules.call import (
     RULES,
     SHAPES,
@@ -17,7 +18,6 @@ from dtensor.rules.call import (
     is_in_place,
     positions,
     replaced,
-    rule_for,
     shape_for,
 )
 from dtensor.rules.families.pointwise import pointwise

@@ -15,7 +15,7 @@ from dtensor.layout.layout import Layout
 from dtensor.mesh.tensor_spec import Spec
 from dtensor.rules.call import Call, LocalCall, Output
 from dtensor.rules.choose import Choice, Weighed, choose, weigh
-from dtensor.rules.pattern import Pattern
+from dtensor.rules.notation import Rule as Notation
 from dtensor.rules.rule import Candidate, Rule, candidates, dims, position, shares_dim
 from dtensor.testing import fake_ranks
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dtensor import Shard, distribute_tensor, init_device_mesh
 from dtensor.rules.choose import _fits
-from dtensor.rules.families.views import _common, groups, view_factors
+from dtensor.rules.families.views import _common, groups, view_text
 from dtensor.rules.rule import Rule, candidates
 from dtensor.testing import with_threads
 
