@@ -17,6 +17,7 @@ ROOMS = {
     "dtensor": [
         ["errors"],
         ["torch_private"],
+        ["prices"],
         ["layout"],
         ["mesh"],
         ["comm"],
@@ -54,6 +55,7 @@ FLAT = {"dtensor.rules.families": 24, "dtensor.passes.algebra": 16}
 PASSES_KNOW = (
     "torch_private",
     "errors",
+    "prices",
     "layout",
     "mesh.groups",
     "mesh.tensor_spec",
