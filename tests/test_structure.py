@@ -19,6 +19,7 @@ ROOMS = {
     "dtensor": [
         ["errors"],
         ["torch_private"],
+        ["prices"],
         ["layout"],
         ["mesh"],
         ["comm"],
@@ -62,6 +63,7 @@ LISTS = ("dtensor.rules.families", "dtensor.passes.algebra")
 PASSES_KNOW = (
     "torch_private",
     "errors",
+    "prices",
     "layout",
     "mesh.groups",
     "mesh.collective_order",

@@ -115,7 +115,7 @@ class _Run:
         self.now, self.free, self.count, self.computed = 0.0, 0.0, 0, 0.0
         self.flights: dict[fx.Node, _Flight] = {}
         self.made = Timeline()
-        self.memory = _Memory(graph)
+        self.memory, self.took = _Memory(graph), estimate.seconds(graph, self.machine)
 
     def done(self) -> Timeline:
         for node in self.graph.nodes:
@@ -136,7 +136,7 @@ class _Run:
         elif is_wait(called(node)[0]):
             self.wait(node)
         else:
-            took = estimate.seconds(node, self.machine)
+            took = self.took.get(node, 0.0)
             if took:
                 self.made.spans.append(Span(target_name(called(node)[0]), False, self.now, self.now + took))
                 self.now += took

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 
 from dtensor.comm.collectives import ops
 from dtensor.mesh.provenance import LAYOUT, OPERATOR, SHARDS, SPEC, TRACED
+from dtensor.prices import operators
 from dtensor.torch_private.core import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves, wait_tensors
 from dtensor.torch_private.symbolic_sizes import without_guards
 
@@ -505,7 +506,7 @@ def is_local_pure(node: fx.Node) -> bool:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether `node` computes each element from the elements at the same position, and has no side effects."""
-    return is_local_pure(node) and torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return operators.is_pointwise(node.target) and is_local_pure(node)
 
 
 def numbers_agree(node: fx.Node) -> bool:

@@ -214,8 +214,7 @@ class Choices:
                 moved += amount / prod([n for s, n in zip(state or (), sizes) if isinstance(s, int)])
         first = next((v for v in step.outputs if v is not None), None)
         dtype = first.like.dtype if first is not None else torch.float32
-        took = parts * self.machine.seconds(step.flops / option.split / parts, moved / parts, dtype)
-        return took if step.flops or moved else 0.0
+        return parts * self.machine.seconds(step.flops / option.split / parts, moved / parts, dtype, step.launches)
 
 
 def _size(step: Step) -> int:
