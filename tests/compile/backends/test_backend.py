@@ -1,7 +1,6 @@
 """The backend's options, its place in torch.compile, and what it leaves alone; on a fake process group."""
 
 import subprocess
-import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +14,7 @@ from dtensor.dispatch import dispatch
 from dtensor.tensor import compile_hooks as hooks
 from dtensor.torch_private.compiling import inductor_config
 from dtensor.torch_private.core import make_fx
+from tests.interpreter import python
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_the_name_is_known_without_the_import():
         "run = torch.compile(lambda x: x * 2 + 1, backend='dtensor', options={'inner': 'aot_eager'})\n"
         "print(run(torch.ones(2)).tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([python(), "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[3.0, 3.0]\n", done.stderr
 
 

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from dtensor.compile.bisect import bisect
 from dtensor.compile.bisect.runs import RunFailed
 from dtensor.mesh import environment
 from dtensor.passes import REGISTERED
+from tests.interpreter import python
 
 NAMES = [p.name for p in REGISTERED if not p.required]
 ROOT = Path(__file__).parents[3]
@@ -165,7 +165,7 @@ class Processes:
         results = self.tmp_path / f"results{self.count}"
         results.mkdir()
         ours = {"PYTHONPATH": str(ROOT), "RESULTS": str(results), "DTENSOR_LINKS": ""}
-        command = [sys.executable, str(script), *arguments]
+        command = [python(), str(script), *arguments]
         done = subprocess.run(
             command, env={**os.environ, **ours, **variables}, capture_output=True, text=True, timeout=300
         )
