@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor.errors import PassError
 from dtensor.mesh.groups import group_ranks, group_size
@@ -92,7 +93,7 @@ def _known_partitions() -> dict[str, Partition]:
     return found
 
 
-def _partitions(mesh: Any) -> dict[str, Partition]:
+def _partitions(mesh: DeviceMesh) -> dict[str, Partition]:
     """The partitions of a mesh; none if its groups were destroyed."""
     try:
         return partitions(mesh)
