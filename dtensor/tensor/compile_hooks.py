@@ -1,8 +1,7 @@
 """The hooks that `import dtensor` installs in torch.compile: the backend `"dtensor"`, and the passes in Inductor.
 
 The hooks only forward to `dtensor.compile`, which is imported on the first compilation. Plain `torch.compile` takes its
-options from the environment (`dtensor.mesh.environment`). `DTENSOR_PASSES=0` or `dtensor.hooks.uninstall()` turns its
-passes off.
+options from the environment (`dtensor.mesh.environment`). `DTENSOR_PASSES=0` or `uninstall` turns its passes off.
 """
 
 import importlib
