@@ -26,9 +26,9 @@ class Builder:
     """
 
     def __init__(self, groups: Mapping[str, str] | None = None) -> None:
-        self.graph = fx.Graph()
-        self.groups = groups or {}
-        self.mode = FakeTensorMode()
+        self.graph: fx.Graph = fx.Graph()
+        self.groups: Mapping[str, str] = groups or {}
+        self.mode: FakeTensorMode = FakeTensorMode()
 
     def input(
         self,

@@ -86,7 +86,9 @@ class Steps:
     """
 
     def __init__(self, wanted: int) -> None:
-        self.wanted, self.seen, self.done = wanted, 0, False
+        self.wanted: int = wanted
+        self.seen: int = 0
+        self.done: bool = False
         self._graphs, self._profiler = -1, None
 
     def __call__(self, *_: Any) -> None:

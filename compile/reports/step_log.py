@@ -101,8 +101,13 @@ class StepLog:
                     f"to={writer!r} has neither add_scalar(name, value, step) nor log(dict, step=); give a "
                     "SummaryWriter of TensorBoard or a run of W&B, or an object with one of the two"
                 )
-        self.model, self.every, self.calls, self.to, self.echo = model, every, calls, writers, echo
-        self.flops, self.exposed = flops, exposed
+        self.model: nn.Module | Callable[..., Any] | None = model
+        self.every: int = every
+        self.calls: int = calls
+        self.to: tuple[Any, ...] = writers
+        self.echo: Callable[[str], Any] | None = echo
+        self.flops: float | None = flops
+        self.exposed: float | None = exposed
         self.device: str = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = dtype
         self.peak: float = measured_peak(self.device, dtype) if peak is None else peak

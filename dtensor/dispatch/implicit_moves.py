@@ -96,7 +96,7 @@ def axes_name(mesh: DeviceMesh, axes: tuple[int, ...]) -> str:
     return " and ".join([axis_name(mesh, axis) for axis in axes])
 
 
-def named_operands(func: OpOverload, args: Sequence, kwargs: dict[str, Any]) -> list[tuple[str, Spec]]:
+def named_operands(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Spec]]:
     """Argument name and spec of each operand, in the order of the call, which holds DTensors or specs."""
     names = [a.name for a in func._schema.arguments]
     return [found for name, value in [*zip(names, args), *kwargs.items()] for found in _named(name, value)]

@@ -76,7 +76,7 @@ def fingerprint() -> tuple[bool | None, str]:
     return thread_state(_KEY, None), text("strict")
 
 
-def check(decision: Any, func: OpOverload, args: Sequence, kwargs: dict[str, Any]) -> None:
+def check(decision: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Refuse the moves of a decision if they communicate.
 
     Raises:

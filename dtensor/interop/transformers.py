@@ -32,7 +32,8 @@ PRIVATE = (
 )
 """What is overridden here without being public in transformers: nothing else decides what a checkpoint holds."""
 
-if missing := [name for name in PRIVATE if not hasattr(transformers.Trainer, name)]:
+missing: list[str] = [name for name in PRIVATE if not hasattr(transformers.Trainer, name)]
+if missing:
     raise ImportError(
         f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}, without which sharded "
         "models would be saved in part; install a transformers that this release of dtensor knows, such as 5.24"

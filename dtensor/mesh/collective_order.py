@@ -85,8 +85,8 @@ class Order:
     __slots__ = ("_fresh", "_lock", "_sum", "_summed", "checksums", "count", "last")
 
     def __init__(self) -> None:
-        self.count, self.last = 0, None
-        self.last: Begun | None
+        self.count: int = 0
+        self.last: Begun | None = None
         self.checksums: dict[int, tuple[int, int]] = {}
         self._fresh: deque[Begun] = deque()
         self._sum, self._summed, self._lock = 0, 0, threading.Lock()

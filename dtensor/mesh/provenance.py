@@ -127,7 +127,7 @@ class Moved:
         return f"{self.src}->{self.dst}"
 
 
-keeps = False
+keeps: bool = False
 """Whether specs are noted. What is compiled meanwhile has taps, and no cache may hold it."""
 
 

@@ -69,7 +69,7 @@ class Stage:
         self.what = what
         self.inner = inner
         self.inside = inside
-        self.began = 0.0
+        self.began: float = 0.0
         self.told = False
         self._thread = 0
 

@@ -41,7 +41,7 @@ _NAME = re.compile(r"step-(\d+)|\.step-(\d+)\.replaced")
 class Saving(futures.Future[None]):
     """The future of a background save. `result()` waits until the checkpoint is complete, or raises the error."""
 
-    told = False
+    told: bool = False
     """Whether `result()` has been called after the save was done."""
 
     def result(self, timeout: float | None = None) -> None:

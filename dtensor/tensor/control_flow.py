@@ -81,7 +81,7 @@ class Results:
     def __init__(self, name: str, known: Sequence[Form | None] = ()) -> None:
         self.name = name
         self.forms: Forms = list(known)
-        self.complete = False
+        self.complete: bool = False
 
     def parts(self, made: Sequence[Any]) -> tuple[Any, ...]:
         """The local tensors of a function's results, each in the layout that `forms` holds for it.

@@ -501,7 +501,7 @@ def observed_graphs(
         OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile = call, stage
 
 
-def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager:
+def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager[Any]:
     """Context in which sizes of tensors are symbols from the first compilation on, if `wanted`."""
     return torch._dynamo.config.patch(assume_static_by_default=not wanted)
 

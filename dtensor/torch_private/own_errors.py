@@ -85,7 +85,8 @@ class unlogged:
     """A context in which torch does not log what it raises while it propagates shapes."""
 
     def __enter__(self) -> None:
-        self.before, _shapes.asked = _shapes.asked, True
+        self.before: bool = _shapes.asked
+        _shapes.asked = True
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         _shapes.asked = self.before

@@ -278,7 +278,7 @@ def _count(what: str, of: Callable[[dict[str, Any]], Iterable[Any]], name: str) 
     return said
 
 
-WITHIN = {
+WITHIN: dict[tuple[str, str], Callable[[dict[str, Any]], str]] = {
     ("symbolic_convert.py", "run"): _line_of,
     ("interpreter.py", "run"): _count("operator", lambda found: found["self"].graph.nodes, "node"),
     ("scheduler.py", "_codegen"): _count("kernel", lambda found: found["nodes"], "node"),

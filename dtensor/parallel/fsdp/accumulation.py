@@ -36,7 +36,7 @@ class Sums:
 
     def __init__(self, found: Sequence[tuple[nn.Module, Member]]) -> None:
         self.found = found
-        self.awaited = False
+        self.awaited: bool = False
         used = {id(p): p for module, _ in found for p in module._parameters.values() if p is not None}
         self.hooks: list[Any] = [
             p.register_post_accumulate_grad_hook(self._begun) for p in used.values() if p.requires_grad and p.is_leaf

@@ -53,7 +53,10 @@ class Choices:
     """
 
     def __init__(self, mesh: Any, network: Network, machine: Machine, choosing: Network | None = None) -> None:
-        self.mesh, self.network, self.machine, self.choosing = mesh, network, machine, choosing or network
+        self.mesh: Any = mesh
+        self.network: Network = network
+        self.machine: Machine = machine
+        self.choosing: Network = choosing or network
         self.gathered: set[str] = set()
         self._rules: dict[Step, tuple[Call, Rule]] = {}
         self._options: dict[tuple[Step, frozenset[str]], list[Option]] = {}

@@ -95,9 +95,12 @@ class Engine:
     """
 
     def __init__(self, steps: Steps, choices: Choices, regime: Regime = USUAL) -> None:
-        self.steps, self.choices, self.regime = steps, choices, regime
-        self.training, self.kept = regime.training, regime.states
-        self.axes = len(choices.network.sizes)
+        self.steps: Steps = steps
+        self.choices: Choices = choices
+        self.regime: Regime = regime
+        self.training: bool = regime.training
+        self.kept: float = regime.states
+        self.axes: int = len(choices.network.sizes)
         self.whole: State = (None,) * self.axes
         self._chosen: dict[Any, tuple[tuple[State, ...], tuple[State | None, ...], int, float, float]] = {}
         self._ends = Ends(steps)

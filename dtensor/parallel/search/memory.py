@@ -29,8 +29,8 @@ class Ends:
         self.forward: dict[int, int] = {}
         self.backward: dict[int, int] = {}
         self.again: dict[int, int] = {}
-        self.turn = next((k for k, op in enumerate(ops) if op.backward), len(ops))
-        self.own = {v.storage: v for v in steps.tape.values.values() if v.kind == PARAMETER}
+        self.turn: int = next((k for k, op in enumerate(ops) if op.backward), len(ops))
+        self.own: dict[int, Value] = {v.storage: v for v in steps.tape.values.values() if v.kind == PARAMETER}
         read: dict[tuple[Value, bool], int] = {}
         for index, op in enumerate(ops):
             for v in op.operands:
@@ -39,9 +39,9 @@ class Ends:
                     self.again.setdefault(v.storage, index)
                 if v.storage in self.own:
                     read[self.own[v.storage], op.backward] = index
-        self.in_backward = {v for op in ops if op.backward for v in op.operands if v.kind == PARAMETER}
+        self.in_backward: set[Value] = {v for op in ops if op.backward for v in op.operands if v.kind == PARAMETER}
         self.last |= read  # a gathered parameter, and views of it
-        self.handed = set(handing_all_on(ops))
+        self.handed: set[int] = set(handing_all_on(ops))
 
 
 def handing_all_on(ops: Sequence[Op]) -> Iterator[int]:

@@ -116,8 +116,11 @@ class Moves:
         memory: float = inf,
         full: tuple[float, ...] | None = None,
     ) -> None:
-        self.network, self.shape, self.bytes = network, shape, prod(shape) * itemsize
-        self.memory, self.full = memory, full
+        self.network: Network = network
+        self.shape: tuple[int, ...] = shape
+        self.bytes: int = prod(shape) * itemsize
+        self.memory: float = memory
+        self.full: tuple[float, ...] | None = full
         self._links = network.links if full is None else [_bucketed(*pair) for pair in zip(network.links, full)]
         self._steps: dict[Any, float] = {}
         self._ways: dict[frozenset[str], _Ways] = {}

@@ -112,18 +112,21 @@ class Recorder(TorchDispatchMode):
         self, folder: str | os.PathLike[str], *, steps: int | None = None, values: str = "", waits: bool = False
     ) -> None:
         super().__init__()
-        self.folder = Path(folder)
+        self.folder: Path = Path(folder)
         self.values = values
         self.steps = steps
-        self.waits = waits
-        self.names = Names()
-        self.places = Places(self.names)
+        self.waits: bool = waits
+        self.names: Names = Names()
+        self.places: Places = Places(self.names)
         self.sites: dict[int, int] = {}
-        self.inside = False
+        self.inside: bool = False
         self.prefix = ""
         self.prefixes: dict[int, list[str]] = {}
-        self.open = False
-        self.token = object()
+        self.open: bool = False
+        self.token: object = object()
+        self.index: int = 0
+        self.step_number: int = 0
+        self.thread: int = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -44,7 +44,8 @@ class Trace:
         self.path: Path | None = None
         self.is_written: bool = False
         self.exposed: float | None = None
-        self.skip, self.steps = skip, steps
+        self.skip: int = skip
+        self.steps: int | None = steps
         self._passed: int = 0
         self._stack: ExitStack = ExitStack()
         self._profile: profile | None = None

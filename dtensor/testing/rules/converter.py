@@ -51,8 +51,8 @@ class ShardingConverter:
         uneven: bool = False,
         partial: bool = False,
     ) -> None:
-        self.hit = 0
-        self.miss = 0
+        self.hit: int = 0
+        self.miss: int = 0
         self.mesh = mesh
         self.arguments: tuple[Any, Any] = (args, kwargs)
         self.replicate_only = replicate_only

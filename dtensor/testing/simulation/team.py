@@ -42,7 +42,8 @@ class Team:
     """
 
     def __init__(self, n: int, timeout: float) -> None:
-        self.n, self.timeout = n, timeout
+        self.n: int = n
+        self.timeout: float = timeout
         self.members: list[_Member] = []
         self._shown: tuple[Lines, Lines] = Lines(n), Lines(n)
         self._folder: Any = None
