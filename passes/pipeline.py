@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import fx
 
 from dtensor.errors import ArgumentError, InvalidInputError, PassError
-from dtensor.mesh.stages import Stage
+from dtensor.program.stages import Stage
 
 from .algebra.add_before_reduce import AddBeforeReduce
 from .algebra.cancel_gather_shard import CancelGatherShard

@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from dtensor.comm.profiled import Described, Graph, packed
-from dtensor.mesh.groups import canonical
+from dtensor.job.groups import canonical
 from dtensor.mesh.provenance import MOVE, TRACED
-from dtensor.mesh.source_lines import is_users
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.count import describe
 from dtensor.passes.graph.source import module, source
+from dtensor.program.source_lines import is_users
 from dtensor.torch_private.phases import current
 
 from ..recording.frames import Frame, current_frame

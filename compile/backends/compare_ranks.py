@@ -7,7 +7,7 @@ graphs of all ranks, compiled one after the other as each rank in turn (`dtensor
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
-from dtensor.mesh.collective_order import alike, difference
+from dtensor.job.collective_order import alike, difference
 
 from .insert_agreement import Collectives
 

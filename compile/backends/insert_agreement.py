@@ -18,9 +18,9 @@ from torch import fx
 from dtensor.comm.agreement import dumps
 from dtensor.comm.collectives import COMMUNICATING
 from dtensor.comm.replication_check import DRAWN, drawn
+from dtensor.job.collective_order import Entry
+from dtensor.job.groups import group_ranks, group_size
 from dtensor.layout.chunks import chunk_length
-from dtensor.mesh.collective_order import Entry
-from dtensor.mesh.groups import group_ranks, group_size
 from dtensor.mesh.provenance import ALIKE, TAKEN, Taken
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.count import describe

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from dtensor.mesh.provenance import INSIDE, MOVE, SPEC
-from dtensor.mesh.source_lines import is_users
 from dtensor.mesh.tensor_spec import Spec
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.source import module, source
+from dtensor.program.source_lines import is_users
 from dtensor.runs.records import taps
 from dtensor.runs.records.recorder import same_value, short
 from dtensor.torch_private.core import OpOverload

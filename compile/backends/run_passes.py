@@ -15,10 +15,10 @@ from torch import fx
 
 from dtensor import passes
 from dtensor.errors import InvalidInputError
-from dtensor.mesh.source_lines import users_level
-from dtensor.mesh.stages import Stage
 from dtensor.passes import PREPARE, SIMPLIFY, CommonSubexpressions, Pass, Raise, Regather, Schedule, SplitBatch
 from dtensor.passes.graph import ir
+from dtensor.program.source_lines import users_level
+from dtensor.program.stages import Stage
 from dtensor.torch_private.compiling import check_settled, static_inputs, static_placeholders
 from dtensor.torch_private.phases import PASSES, phase
 from dtensor.torch_private.symbolic_sizes import binary_products

@@ -34,12 +34,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from ..errors import ArgumentError, ArgumentTypeError, MeshError, shown
+from ..job.elastic import init_process_group, join_round, started_alone
+from ..job.groups import is_alive, shared_name
+from ..job.job import all_here, job
 from ..layout.cost import Link, Network
 from ..torch_private.core import default_group_timeout, disable_current_modes, real_object, root_mesh
 from .caches import cache, clear_caches
-from .elastic import init_process_group, join_round, started_alone
-from .groups import is_alive, shared_name
-from .job import all_here, job
 from .links import Measured, links_here
 
 PREPARED = "_dtensor_prepared"

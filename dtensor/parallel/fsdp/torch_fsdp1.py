@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, ArgumentTypeError
+from ...job.groups import canonical
 from ...layout.layout import Layout
-from ...mesh.groups import canonical
 from ...mesh.mesh import group_name
 from ...mesh.tensor_spec import Spec
 from ...tensor.tensor import DTensor, move

@@ -21,7 +21,7 @@ from ...layout.machine import MACHINES, Machine
 from ...layout.placements import Placement
 from ...mesh.links import links_here
 from ...mesh.mesh import backend_of, facts
-from ...mesh.stages import Stage
+from ...program.stages import Stage
 from ..whole_model.plan import FINDERS, Plan, modules_of, recomputed_of
 from ..whole_model.prediction import Prediction
 from .best import Best

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import MeshError, PlacementError
 from ...layout.placements import Placement, Replicate, Shard, parsed
-from ...mesh.files import write_whole
+from ...program.files import write_whole
 from .inputs import arguments_of, entry_of, is_by_name, mapped_arguments, parameter_names
 from .prediction import Prediction, amount, duration, summary
 

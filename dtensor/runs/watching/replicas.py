@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ...comm.from_plain import mesh_of
 from ...comm.pending_tensor import waited
 from ...errors import ArgumentError, ArgumentTypeError, MeshError
-from ...mesh.groups import group_ranks
+from ...job.groups import group_ranks
 from ...mesh.mesh import default_group, group_between
 from ...parallel.fsdp.unit import members
 from ...tensor.tensor import DTensor

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ...errors import ArgumentError, ArgumentTypeError, ReplicaError, shown
-from ...mesh.job import failure_told, job
+from ...job.job import failure_told, job
 from ...torch_private.core import disable_current_modes
 from .checksums import checksum, is_spoilt
 from .differences import Search, spoilt_text

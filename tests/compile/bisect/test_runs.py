@@ -11,8 +11,8 @@ import torch
 from dtensor.compile import Options
 from dtensor.compile.bisect import bisect
 from dtensor.compile.bisect.runs import RunFailed
-from dtensor.mesh import environment
 from dtensor.passes import PIPELINE
+from dtensor.program import environment
 
 NAMES = [p.name for p in PIPELINE]
 ROOT = Path(__file__).parents[3]
