@@ -4,8 +4,8 @@ Create DTensors with `distribute_tensor` or a factory such as `zeros`, or shard 
 Importing the package registers the backend `"dtensor"` with `torch.compile` and installs its passes in Inductor.
 """
 
-import os
-from pkgutil import resolve_name
+import os as _os
+from pkgutil import resolve_name as _resolve_name
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,42 +40,47 @@ from .layout.placements import Partial, Placement, Replicate, Shard
 from .mesh.mesh import init_device_mesh, prepare
 from .parallel.modules.distribute_module import distribute_module
 from .parallel.search.search import predict, search
-from .parallel.training import grad_scaler as grad_scaler  # registers the gradient operators of GradScaler
-from .parallel.training import linear_cross_entropy as linear_cross_entropy  # registers the fused linear loss
+from .parallel.training import grad_scaler as _grad_scaler  # registers the gradient operators of GradScaler
+from .parallel.training import linear_cross_entropy as _linear_cross_entropy  # registers the fused linear loss
 from .parallel.whole_model.distribute_model import distribute_model
 from .parallel.whole_model.plan import Activation, Plan
 from .rules.notation import Rule
-from .runs.records import taps as taps  # registers the operators by which compiled graphs are recorded
-from .runs.records.recorder import record, record_if_asked
+from .runs.records import taps as _taps  # registers the operators by which compiled graphs are recorded
+from .runs.records.recorder import record
+from .runs.records.recorder import record_if_asked as _record_if_asked
 from .runs.traces.trace import merge_traces, trace, trace_handler
 from .runs.watching.watch import Watch, watch
 from .state import safetensors as safetensors
-from .state import torch_state_dicts as torch_state_dicts  # makes DTensors known to torch's state dicts
+from .state import torch_state_dicts as _torch_state_dicts  # makes DTensors known to torch's state dicts
 from .state.checkpoints import Checkpoints
 from .state.pretrained import from_pretrained
 from .state.torch_checkpoints import load_torch_checkpoint
-from .tensor import compile_hooks as hooks  # registers the backend and the passes
-from .tensor import composite_operators as composite_operators  # registers what is caught whole
-from .tensor import control_flow as control_flow  # registers branches and loops
+from .tensor import compile_hooks as _hooks  # registers the backend and the passes
+from .tensor import composite_operators as _composite_operators  # registers what is caught whole
+from .tensor import control_flow as _control_flow  # registers branches and loops
 from .tensor import random as random
 from .tensor.explain import explain
 from .tensor.factories import distribute_tensor, empty, full, linspace, logspace, ones, rand, randn, zeros
 from .tensor.local_map import local_map
 from .tensor.tensor import DTensor
 from .tensor.visualize import visualize
-from .torch_private.core import optim_foreach_types, utils_foreach_types
+from .torch_private.core import optim_foreach_types as _optim_foreach_types
+from .torch_private.core import utils_foreach_types as _utils_foreach_types
 
 if TYPE_CHECKING:
     from .testing.simulation.ranks import simulate
 
 __version__ = "0.1.0"
 
-if not os.path.isdir(os.path.join(__path__[0], "passes")):
+if not _os.path.isdir(_os.path.join(__path__[0], "passes")):
     # A checkout without the links to compile/ and passes/, which stand beside this folder. By this path the names of
     # their files, too, begin with this folder's: they are the library's code, not the user's.
-    __path__.append(os.path.join(__path__[0], os.pardir))
+    __path__.append(_os.path.join(__path__[0], _os.pardir))
 
-ON_DEMAND = {
+_REGISTERED = (_composite_operators, _control_flow, _grad_scaler, _linear_cross_entropy, _taps, _torch_state_dicts)
+"""Modules that are imported for what they register with torch."""
+
+_ON_DEMAND = {
     "compile": "dtensor.compile",
     "passes": "dtensor.passes",
     "simulate": "dtensor.testing.simulation.ranks:simulate",
@@ -84,22 +89,26 @@ ON_DEMAND = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ON_DEMAND:
-        return resolve_name(ON_DEMAND[name])
+    if name in _ON_DEMAND:
+        return _resolve_name(_ON_DEMAND[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-for _types in (optim_foreach_types, utils_foreach_types):
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND})
+
+
+for _types in (_optim_foreach_types, _utils_foreach_types):
     if DTensor not in _types:
         _types.append(DTensor)
 
-hooks.dump_from_now_on()
-hooks.examine_from_now_on()
-hooks.limit_from_now_on()
-hooks.load_from_now_on()
-hooks.share_from_now_on()
-hooks.tell_from_now_on()
-record_if_asked()
+_hooks.dump_from_now_on()
+_hooks.examine_from_now_on()
+_hooks.limit_from_now_on()
+_hooks.load_from_now_on()
+_hooks.share_from_now_on()
+_hooks.tell_from_now_on()
+_record_if_asked()
 
 __all__ = [
     "Activation",

@@ -11,7 +11,7 @@ from types import EllipsisType
 from torch import fx
 
 from dtensor.errors import ArgumentError, ArgumentTypeError, InvalidInputError, PassError
-from dtensor.mesh import stages as progress
+from dtensor.program import stages as progress
 
 from .graph.compare import Simulation
 from .graph.copying import copy_graph

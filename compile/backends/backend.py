@@ -15,7 +15,7 @@ from torch import fx
 from dtensor.dispatch.strictness import strict
 from dtensor.dispatch.view_copies import lose, root
 from dtensor.errors import ArgumentError
-from dtensor.mesh.job import explain, failure_told
+from dtensor.job.job import explain, failure_told
 from dtensor.tensor.compile_hooks import PARTITIONER, chained, others_partitioner
 from dtensor.tensor.tensor import DTensor, complete_tangents
 from dtensor.torch_private.compiling import (

@@ -11,8 +11,8 @@ from itertools import combinations
 
 from torch import fx
 
-from dtensor.mesh.collective_order import alike, difference
-from dtensor.mesh.groups import group_ranks
+from dtensor.job.collective_order import alike, difference
+from dtensor.job.groups import group_ranks
 from dtensor.passes.borders.agree import entry
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.count import between_ranks

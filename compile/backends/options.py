@@ -1,6 +1,6 @@
 """Options of `torch.compile(model, backend="dtensor", options={...})`: validated, frozen, and part of the cache key.
 
-Plain `torch.compile` reads them from environment variables, one for each option (`dtensor.mesh.environment`).
+Plain `torch.compile` reads them from environment variables, one for each option (`dtensor.program.environment`).
 """
 
 import os
@@ -10,9 +10,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from dtensor.errors import ArgumentError, ArgumentTypeError
-from dtensor.mesh import environment
 from dtensor.passes import PIPELINE, REGISTERED, Pass, Raise, select
 from dtensor.passes.runner import check_pass
+from dtensor.program import environment
 
 INNER = ("inductor", "aot_eager", "eager")
 INNER_AT = {"inductor": "inductor", "aot_eager": "aot_eager", "dynamo": "eager", "eager": "eager"}

@@ -18,14 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor.errors import PassError
-from dtensor.mesh.groups import group_ranks, group_size
+from dtensor.job.groups import group_ranks, group_size
 from dtensor.mesh.mesh import known_meshes, partitions
-from dtensor.mesh.source_lines import users_level
 from dtensor.passes import Simulation
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.simulate import Partition
+from dtensor.program.source_lines import users_level
 from dtensor.torch_private.core import disable_current_modes
 from dtensor.torch_private.symbolic_sizes import has_hint, hint
 
@@ -92,7 +93,7 @@ def _known_partitions() -> dict[str, Partition]:
     return found
 
 
-def _partitions(mesh: Any) -> dict[str, Partition]:
+def _partitions(mesh: DeviceMesh) -> dict[str, Partition]:
     """The partitions of a mesh; none if its groups were destroyed."""
     try:
         return partitions(mesh)

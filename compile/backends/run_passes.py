@@ -18,12 +18,12 @@ from dtensor import passes
 from dtensor.comm.replication_check import drawn
 from dtensor.errors import InvalidInputError
 from dtensor.mesh.provenance import keeps_specs
-from dtensor.mesh.source_lines import users_level
-from dtensor.mesh.stages import Stage
 from dtensor.passes import STAGES, Compilation, Pass, Raise, Simulation
 from dtensor.passes.graph import ir
 from dtensor.passes.runner import Observer, Runner, planned
 from dtensor.passes.stages import BACKWARD, FORWARD, HALVES, INFERENCE, JOINT, MARKED
+from dtensor.program.source_lines import users_level
+from dtensor.program.stages import Stage
 from dtensor.torch_private.compiling import check_settled, static_inputs, static_placeholders
 from dtensor.torch_private.phases import PASSES, current, phase
 from dtensor.torch_private.symbolic_sizes import binary_products

@@ -16,8 +16,8 @@ import torch
 
 from dtensor.comm import collectives
 from dtensor.comm.start_collectives import OVER_GLOO
-from dtensor.mesh.files import write_whole
 from dtensor.passes import SplitBatch, text
+from dtensor.program.files import write_whole
 
 from .graphs import Finding
 from .program import NotRebuilt, Program

@@ -8,7 +8,7 @@
     Inductor without passes
     Inductor with passes         if it differs, the list of passes is bisected
 
-The first that differs names who is to blame. The environment says how far to compile (`dtensor.mesh.environment`), so
+The first that differs names who is to blame. The environment says how far to compile (`dtensor.program.environment`):
 the program stays as it is.
 """
 
@@ -17,8 +17,8 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from dtensor.mesh import environment
 from dtensor.passes import REGISTERED
+from dtensor.program import environment
 
 from .blame import Blame
 from .watching import GRAPHS

@@ -7,8 +7,8 @@ from pathlib import Path
 from torch import fx
 
 from dtensor.errors import PassError
-from dtensor.mesh.files import write_whole
 from dtensor.passes import Pass
+from dtensor.program.files import write_whole
 
 from ..backends.replay import NotReplayed, simulated
 from ..backends.run_passes import WATCHERS

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dtensor.mesh.groups import group_ranks
+from dtensor.job.groups import group_ranks
 from dtensor.mesh.mesh import MeshFacts, known_meshes, mesh_kind
 from dtensor.passes import MeshGroups
 from dtensor.torch_private.core import disable_current_modes

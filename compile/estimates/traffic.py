@@ -14,8 +14,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from dtensor.comm.collectives import COMMUNICATING
+from dtensor.job.groups import group_ranks
 from dtensor.layout import cost
-from dtensor.mesh.groups import group_ranks
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.ordered import called
 from dtensor.torch_private.core import tree_leaves

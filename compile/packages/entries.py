@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import dtensor
 from dtensor.dispatch import registration, strictness
 from dtensor.layout.chunks import Lengths
-from dtensor.mesh import environment
 from dtensor.mesh.mesh import mesh_kind, mesh_of_kind
 from dtensor.mesh.provenance import keeps_specs
+from dtensor.program import environment
 from dtensor.torch_private import frame_data, frames
 from dtensor.torch_private.graph_cache import pickled
 from dtensor.torch_private.kernels import binary, using_kernels

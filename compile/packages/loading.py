@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from dtensor.errors import PackageError
-from dtensor.mesh import environment
-from dtensor.mesh.stages import SWITCH
+from dtensor.program import environment
+from dtensor.program.stages import SWITCH
 from dtensor.torch_private.frames import FrameRecorder, no_longer
 from dtensor.torch_private.phases import LOADING, phase
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from dtensor.errors import CallOrderError, PackageError
-from dtensor.mesh import environment
 from dtensor.mesh.mesh import init_device_mesh
-from dtensor.mesh.stages import Stage
+from dtensor.program import environment
+from dtensor.program.stages import Stage
 from dtensor.torch_private.compiling import forget_compiled
 from dtensor.torch_private.frames import intercept, intercept_from_now_on
 

@@ -27,11 +27,11 @@ from typing import Any
 import torch.distributed as dist
 
 from dtensor.errors import ArgumentError, ShardingError
+from dtensor.job.job import Job, job
 from dtensor.layout.chunks import Lengths, uneven_noted
-from dtensor.mesh import environment
-from dtensor.mesh.job import Job, job
 from dtensor.mesh.mesh import forget_all_but_meshes, keys_of_any_rank
 from dtensor.mesh.provenance import keeps_specs
+from dtensor.program import environment
 from dtensor.tensor.tensor import DTensor
 from dtensor.torch_private.frames import caches_are_on
 from dtensor.torch_private.kernels import noted_kernels, using_kernels

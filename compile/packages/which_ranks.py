@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from dtensor.job.groups import group_rank, group_size
 from dtensor.layout.chunks import Lengths, chunk_length
-from dtensor.mesh.groups import group_rank, group_size
 from dtensor.torch_private.core import names_of_this_rank
 
 RANKS = {"get_rank", "get_node_local_rank", "get_local_rank", "get_group_rank", "get_coordinate", "group_rank", "rank"}

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dtensor.mesh.files import write_whole
+from dtensor.program.files import write_whole
 
 from .frames import Frame
 

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from dtensor.mesh.groups import canonical
+from dtensor.job.groups import canonical
 from dtensor.mesh.mesh import default_group, known_meshes
 from dtensor.torch_private.core import process_groups, resolve_process_group
 

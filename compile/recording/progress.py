@@ -1,6 +1,6 @@
 """What a user who waits for a program to compile is told.
 
-A compilation is a stage (`dtensor.mesh.stages`), which is told every few seconds if it lasts. Once it has ended its
+A compilation is a stage (`dtensor.program.stages`), which is told every few seconds if it lasts. Once it has ended its
 parts are logged, and a frame that is compiled again says why:
 
     INFO dtensor: rank 0: Transformer.forward is compiled after 9.31 s: tracing 2.90, passes 0.41, generating code …
@@ -13,7 +13,7 @@ are those of the wall clock.
 import logging
 
 from dtensor.mesh.mesh import known_meshes
-from dtensor.mesh.stages import Stage, rank, say
+from dtensor.program.stages import Stage, rank, say
 from dtensor.torch_private.phases import COMPILING, GENERATING, LOADING, PHASES, Compilation
 
 from .recompiled import why_again

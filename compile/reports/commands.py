@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from dtensor.mesh.files import write_whole
+from dtensor.program.files import write_whole
 
 from ..recording.imagined import imagined
 from ..recording.mesh_option import Mesh

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtensor.mesh.files import write_whole
+from dtensor.program.files import write_whole
 from dtensor.runs.comparing.comparison import Comparison
 from dtensor.runs.comparing.findings import Finding
 from dtensor.runs.comparing.pairs import LEAST, Pair

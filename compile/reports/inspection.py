@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dtensor.errors import ArgumentError
-from dtensor.mesh.files import write_whole
+from dtensor.program.files import write_whole
 from dtensor.torch_private.compiling import symbolic_sizes
 
 from ..recording.folder import rank_folder

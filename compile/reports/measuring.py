@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from dtensor.errors import ArgumentError, ArgumentTypeError
-from dtensor.mesh.files import write_whole
+from dtensor.program.files import write_whole
 from dtensor.torch_private.compiling import dynamo_counters
 
 from ..recording.folder import rank_folder

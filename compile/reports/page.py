@@ -17,8 +17,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dtensor.mesh.files import write_whole
 from dtensor.passes.graph.text import REMARK
+from dtensor.program.files import write_whole
 
 from .differences import collective_line
 from .reading import Dumped, read

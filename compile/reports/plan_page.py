@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from dtensor.errors import ArgumentError
-from dtensor.mesh.files import write_whole
 from dtensor.parallel.whole_model.plan import Plan
 from dtensor.parallel.whole_model.prediction import Prediction, amount, duration, summary
+from dtensor.program.files import write_whole
 
 from .rendering import rendered
 

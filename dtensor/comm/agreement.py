@@ -9,11 +9,11 @@ for all of their groups. The rule is:
 
 So a rank may recompile where others do not. If two ranks run different graphs, each finds a sequence in the other's
 list that it never had itself. Neither can go on, and both raise, and so does every other rank of the job
-(`dtensor.mesh.job`). The same happens for a rank that failed while it compiled, left, or died. A rank that merely does
+(`dtensor.job.job`). The same happens for a rank that failed while it compiled, left, or died. A rank that merely does
 not come is waited for as long as a collective would wait, for the default group's timeout.
 
 Later runs look the text up and record on the group which graph runs. Ranks that call different graphs, all of them
-known to each, are then found waiting for each other (`dtensor.comm.start_collectives`, `dtensor.mesh.job`).
+known to each, are then found waiting for each other (`dtensor.comm.start_collectives`, `dtensor.job.job`).
 
 Symbolic sizes match any size.
 """
@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
-from ..mesh.collective_order import Entry, alike, difference, mark, said
-from ..mesh.environment import switched
-from ..mesh.groups import Calls, calls_on
-from ..mesh.job import Job, job
+from ..job.collective_order import Entry, alike, difference, mark, said
+from ..job.groups import Calls, calls_on
+from ..job.job import Job, job
 from ..mesh.operator_library import library
+from ..program.environment import switched
 from ..torch_private.core import default_group_timeout, resolve_process_group
 from .profiled import is_profiled, mark_graph
 from .replication_check import EVERY, Given, Look

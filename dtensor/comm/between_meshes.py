@@ -14,9 +14,9 @@ from math import prod
 
 import torch
 
+from ..job.groups import group_rank, group_ranks
 from ..layout.chunks import note_place
 from ..layout.layout import Layout
-from ..mesh.groups import group_rank, group_ranks
 from ..mesh.mesh import group_between, mesh_shape
 from ..mesh.tensor_spec import Spec
 from ..torch_private.core import c10d

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from ..job.collective_order import Wait, eager, mark_of
+from ..job.groups import begin, calls_on, group_rank, group_size
+from ..job.job import explain
 from ..layout.chunks import chunk_length, note_place
-from ..mesh.collective_order import Wait, eager, mark_of
-from ..mesh.groups import begin, calls_on, group_rank, group_size
-from ..mesh.job import explain
 from ..mesh.local_sizes import divides, local_length
 from ..mesh.operator_library import library
 from ..torch_private.core import FakeTensor, c10d, resolve_process_group, traced_into_backward

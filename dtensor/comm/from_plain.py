@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ArgumentError, ArgumentTypeError, MeshError, PlacementError, ShardingError, shown
 from ..layout.placements import Placement
@@ -34,7 +35,7 @@ def current_mesh() -> Any:
     return found
 
 
-def mesh_of(device_mesh: Any) -> Any:
+def mesh_of(device_mesh: DeviceMesh | None) -> DeviceMesh:
     """The given mesh, or the current one for None.
 
     Raises:
@@ -109,7 +110,7 @@ def refuse_function_transforms(what: str) -> None:
         )
 
 
-def of_all_ranks(item: Any, mesh: Any) -> list[Any]:
+def of_all_ranks(item: Any, mesh: DeviceMesh) -> list[Any]:
     """Gather the `item`, which must be picklable, of each rank of the mesh, in an order that is the same on all ranks.
 
     For checks: all ranks see the items of all others before any rank raises. A rank that raised earlier would leave the
@@ -125,7 +126,7 @@ def of_all_ranks(item: Any, mesh: Any) -> list[Any]:
 
 
 def check_replicas(
-    local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...], *, with_shape: bool, wrong: str = ""
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], *, with_shape: bool, wrong: str = ""
 ) -> torch.Tensor:
     """Compare shape and dtype across the mesh, then broadcast replicas from the first rank of their axis.
 
@@ -169,7 +170,7 @@ def _broadcast(x: torch.Tensor, group: Any, source: int) -> None:
     dist.broadcast(x.view(-1).view(torch.uint8), dist.get_global_rank(group, source), group=group)
 
 
-def check_source(mesh: Any, src_data_rank: int | None) -> None:
+def check_source(mesh: DeviceMesh, src_data_rank: int | None) -> None:
     """Raise ValueError if a mesh axis has no rank `src_data_rank`."""
     if src_data_rank is not None and src_data_rank not in range(min(mesh.shape)):
         raise ArgumentError(
@@ -211,7 +212,7 @@ def check_module(name: str, module: Any) -> None:
     refuse_torchs(name, module)
 
 
-def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Tensor:
+def from_source(tensor: torch.Tensor, mesh: DeviceMesh, src_data_rank: int) -> torch.Tensor:
     """A copy of the global tensor that rank `src_data_rank` (of each mesh axis) holds, on every rank of the mesh.
 
     Raises:
@@ -223,7 +224,7 @@ def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Te
     return data
 
 
-def take_from_source(x: torch.Tensor, mesh: Any, src_data_rank: int) -> None:
+def take_from_source(x: torch.Tensor, mesh: DeviceMesh, src_data_rank: int) -> None:
     """Overwrite the memory of `x` with that of rank `src_data_rank` (of each mesh axis), on every rank of the mesh.
 
     Does nothing on ranks outside the mesh. `x` may be any view of the memory. In a trace, the graph does it for `x`.

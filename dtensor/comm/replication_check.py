@@ -4,7 +4,7 @@ If the ranks of a tensor-parallel axis read different batches, training goes on 
 style assumes to be replicated, and the plain tensors used with DTensors in a global view, are checked on first use and
 periodically after that. Each rank writes a few numbers about the tensor to the job's store, and reads those that the
 others have written for the same place in the program. No rank waits; the last one to come sees a difference, and then
-all ranks of the job raise (`dtensor.mesh.job`).
+all ranks of the job raise (`dtensor.job.job`).
 
 Replicated values can differ in their last bits, so a norm and a few sums are compared; for integers, a checksum. In a
 trace, the graph inputs that such a tensor is computed from are marked, and `dtensor.comm.agreement.agree` checks them.
@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..mesh.groups import Calls, calls_on
-from ..mesh.job import Job, job
+from ..job.groups import Calls, calls_on
+from ..job.job import Job, job
 from ..mesh.operator_library import library
 from ..mesh.provenance import LOCAL, TAKEN, Taken
 from ..torch_private.compiling import compile_context

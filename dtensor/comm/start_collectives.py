@@ -12,7 +12,7 @@ messages are longer than a socket buffer. Here, each rank first posts all its re
 
 The tag of a message contains its length, the mark of the graph that the rank ran last on the group, and in eager code
 the number and the operator of the collective, so messages of different graphs or collectives never match: their ranks
-wait, and `dtensor.mesh.job` detects that. Gloo's own collectives have no such
+wait, and `dtensor.job.job` detects that. Gloo's own collectives have no such
 tags, so a graph that begins with one calls `meet` first.
 """
 
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..mesh.collective_order import eager
-from ..mesh.groups import calls_on
+from ..job.collective_order import eager
+from ..job.groups import calls_on
 from ..mesh.operator_library import library
 from ..torch_private.core import OpOverload, backend_of, c10d, register_work, resolve_process_group
 

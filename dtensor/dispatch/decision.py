@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.from_plain import take_from_source
 from ..errors import MeshError
@@ -100,7 +101,7 @@ class Decision:
     simple: Callable[..., Any] | None = None
     written: tuple[int, ...] = ()
 
-    def on(self, mesh: Any) -> "Decision":
+    def on(self, mesh: DeviceMesh) -> "Decision":
         """Return the decision with its results on `mesh`, which is the decision's mesh or a stand-in for it."""
         specs = [s for s in self.outputs if s is not None]
         if not specs or specs[0].mesh is mesh:
@@ -286,7 +287,7 @@ def written(call: Call) -> list[int]:
     return found
 
 
-def _local(call: Call, rule: Rule, choice: Any, mesh: Any) -> Callable[..., Any]:
+def _local(call: Call, rule: Rule, choice: Any, mesh: DeviceMesh) -> Callable[..., Any]:
     run = rule.local
     assert run is not None
     return lambda func, args, kwargs: run(LocalCall(func, args, kwargs, call, mesh, choice.axes, choice.outputs))

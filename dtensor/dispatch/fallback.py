@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 
-from ..mesh.source_lines import users_level
+from ..program.source_lines import users_level
 from ..torch_private.core import OpOverload
 
 _counts: Counter[str] = Counter()

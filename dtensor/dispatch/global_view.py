@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.replication_check import BY_VIEW, compare, is_due, note_drawn, note_taken
 from ..mesh.mesh import facts
@@ -86,7 +87,7 @@ def _checked(x: torch.Tensor) -> bool | None:
     return _view.checked
 
 
-def check_global(func: Any, name: str, x: torch.Tensor, mesh: Any, *, always: bool = False) -> None:
+def check_global(func: Any, name: str, x: torch.Tensor, mesh: DeviceMesh, *, always: bool = False) -> None:
     """Refuse the plain tensor `x`, argument `name` of `func` beside DTensors on `mesh`, unless it counts as replicated.
 
     With `always`, the operator takes plain tensors as global values wherever it is called, and the ranks compare them.
@@ -106,7 +107,7 @@ def may_be_written(x: torch.Tensor) -> bool:
     return _checked(x) is not None
 
 
-def _taken(func: Any, name: str, x: torch.Tensor, mesh: Any, checked: bool | None) -> bool:
+def _taken(func: Any, name: str, x: torch.Tensor, mesh: DeviceMesh, checked: bool | None) -> bool:
     """Accept `x` as a global value and mark it so, if it may be one; return whether it was accepted.
 
     `checked` states whether the ranks compare its values; None where it is no global value.

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from ..comm.collectives import COMMUNICATING
 from ..comm.redistribute import plan_of
 from ..layout.layout import Layout
@@ -83,13 +85,13 @@ def redistribute_call(argument: str, placements: Sequence[Placement]) -> str:
     return f"{argument}.redistribute(placements={as_code(placements)})"
 
 
-def axis_name(mesh: Any, axis: int) -> str:
+def axis_name(mesh: DeviceMesh, axis: int) -> str:
     """`axis 0`, followed by its name in parentheses if the mesh has names."""
     names = getattr(mesh, "mesh_dim_names", None)
     return f"axis {axis} ({names[axis]})" if names else f"axis {axis}"
 
 
-def axes_name(mesh: Any, axes: tuple[int, ...]) -> str:
+def axes_name(mesh: DeviceMesh, axes: tuple[int, ...]) -> str:
     """As `axis_name`, for the axes of one collective: `axis 0 and axis 1`."""
     return " and ".join([axis_name(mesh, axis) for axis in axes])
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..errors import StrictError
 from ..layout.placements import Replicate
-from ..mesh.environment import switched, text
 from ..mesh.tensor_spec import Spec
+from ..program.environment import switched, text
 from ..torch_private.core import OpOverload, is_being_compiled, set_thread_state, thread_state
 from .implicit_moves import Move, as_code, moves_of, named_operands, redistribute_call
 

@@ -1,1 +1,1 @@
-"""Meshes and their process groups, what ranks know about each other, and the `Spec` of a tensor on a mesh."""
+"""Meshes and their links, the `Spec` of a tensor on a mesh, and what a trace notes about tensors."""

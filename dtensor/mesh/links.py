@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import ArgumentError
 from ..layout.cost import INTER, INTRA, Link
 from ..layout.machine import Machine
-from .files import write_whole
+from ..program.files import write_whole
 
 SWITCH = "DTENSOR_LINKS"
 """The environment variable that names the file; set but empty, it turns the file off."""

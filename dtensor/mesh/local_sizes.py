@@ -22,6 +22,7 @@ from typing import Any
 import sympy
 import torch
 
+from ..job.groups import group_rank, group_size
 from ..layout.chunks import chunk_length, own_length
 from ..torch_private.symbolic_sizes import (
     CeilDiv,
@@ -44,7 +45,6 @@ from ..torch_private.symbolic_sizes import (
     size_of,
     traced_size,
 )
-from .groups import group_rank, group_size
 from .operator_library import library
 
 ATTRIBUTE = "dtensor_lengths"

@@ -34,12 +34,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from ..errors import ArgumentError, ArgumentTypeError, MeshError, shown
+from ..job.elastic import init_process_group, join_round, started_alone
+from ..job.groups import is_alive, shared_name
+from ..job.job import all_here, job
 from ..layout.cost import Link, Network
 from ..torch_private.core import default_group_timeout, disable_current_modes, real_object, root_mesh
 from .caches import cache, clear_caches
-from .elastic import init_process_group, join_round, started_alone
-from .groups import is_alive, shared_name
-from .job import all_here, job
 from .links import Measured, links_here
 
 PREPARED = "_dtensor_prepared"
@@ -91,7 +91,7 @@ class MeshFacts:
         network: The description of the mesh for the planner.
     """
 
-    mesh: Any
+    mesh: DeviceMesh
     shape: tuple[int, ...]
     coordinate: tuple[int, ...] | None
     groups: dict[tuple[int, ...], str]
@@ -106,7 +106,7 @@ class MeshFacts:
 _facts: dict[int, MeshFacts] = cache()
 
 
-def facts(mesh: Any) -> MeshFacts:
+def facts(mesh: DeviceMesh) -> MeshFacts:
     """The facts of `mesh`, cached.
 
     Raises:
@@ -122,7 +122,7 @@ def facts(mesh: Any) -> MeshFacts:
     return found
 
 
-def _look_up(mesh: Any) -> MeshFacts:
+def _look_up(mesh: DeviceMesh) -> MeshFacts:
     root = root_mesh(mesh)
     prepared: Prepared = vars(root).get(PREPARED) or Prepared()
     in_root = _axes_in_root(mesh, root)
@@ -153,7 +153,7 @@ def _look_up(mesh: Any) -> MeshFacts:
     return MeshFacts(mesh, tuple(mesh.shape), None if at is None else tuple(at), groups, network)
 
 
-def _all_rows(root: Any, mesh: Any, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _all_rows(root: Any, mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The ranks of all groups along `axes`, in slices other than this one too."""
     in_root = _axes_in_root(mesh, root)
     own = [in_root[a] for a in axes]
@@ -161,13 +161,13 @@ def _all_rows(root: Any, mesh: Any, axes: tuple[int, ...]) -> tuple[tuple[int, .
     return tuple([tuple(row) for row in rows])
 
 
-def _label(mesh: Any, axes: tuple[int, ...]) -> str:
+def _label(mesh: DeviceMesh, axes: tuple[int, ...]) -> str:
     """What the group of this rank along `axes` is: `mesh.dp+tp`, or `mesh.0+1` if the axes have no names."""
     names = mesh.mesh_dim_names or range(mesh.ndim)
     return "mesh." + "+".join([str(names[axis]) for axis in axes])
 
 
-def partitions(mesh: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
+def partitions(mesh: DeviceMesh) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Names of this rank's groups over axes of `mesh` -> the ranks of all groups over the same axes.
 
     For a sliced mesh this includes the groups of the mesh that it was sliced from: each rank is in a different slice.
@@ -196,7 +196,7 @@ def known_groups() -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
     return found
 
 
-def _axes_in_root(mesh: Any, root: Any) -> list[int | None]:
+def _axes_in_root(mesh: DeviceMesh, root: Any) -> list[int | None]:
     """For each axis of `mesh`, the same axis of `root`; None if there is none, as for a flattened axis."""
     if mesh is root:
         return list(range(mesh.ndim))
@@ -230,7 +230,7 @@ def _links_by_host(ranks: torch.Tensor, measured: Measured) -> tuple[Link, ...]:
 
 def init_device_mesh(
     device_type: str, mesh_shape: tuple[int, ...], *, timeout: timedelta | None = None, **options: Any
-) -> Any:
+) -> DeviceMesh:
     """Make a DeviceMesh and prepare it.
 
     Like `torch.distributed.device_mesh.init_device_mesh`, followed by `prepare`. Collective: every rank of the default
@@ -345,7 +345,7 @@ def _check_ranks(device_type: str, sizes: tuple[int, ...]) -> None:
         )
 
 
-def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
+def prepare(*meshes: DeviceMesh, links: Sequence[Link] | None = None) -> None:
     """Make the process groups with which redistributions cover several axes of a mesh in one collective.
 
     Given several meshes, also make a group over the ranks of all of them, over which tensors move from one mesh to
@@ -400,7 +400,7 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
     clear_caches()  # cached decisions hold plans made without these groups and links
 
 
-_prepared: list[tuple[ref[Any], Any]] = []
+_prepared: list[tuple[ref[DeviceMesh], Any]] = []
 """The meshes that were prepared in this process, and the jobs for which they were."""
 
 
@@ -414,12 +414,13 @@ def look_up_prepared() -> bool:
     if here is None:
         return False
     _prepared[:] = [(mesh, made_for) for mesh, made_for in _prepared if mesh() is not None and made_for is here]
-    for mesh, _ in _prepared:
-        facts(mesh())
+    for known, _ in _prepared:
+        if (mesh := known()) is not None:
+            facts(mesh)
     return bool(_facts)
 
 
-def one_object(mesh: Any) -> Any:
+def one_object(mesh: DeviceMesh) -> DeviceMesh:
     """`mesh`, or an equal slice of the same mesh that was passed before.
 
     Slicing makes a new object each time, and facts are keyed by the object.
@@ -429,13 +430,13 @@ def one_object(mesh: Any) -> Any:
     return known if known == mesh else mesh
 
 
-def backend_of(mesh: Any) -> str:
+def backend_of(mesh: DeviceMesh) -> str:
     """Name of the backend that sends tensors of the mesh's device type; "" if there is none."""
     backends = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
     return backends.get(mesh.device_type, "")
 
 
-def _agreed_links(mesh: Any) -> Measured:
+def _agreed_links(mesh: DeviceMesh) -> Measured:
     """The links measured on the machine of the mesh's first rank, broadcast to every rank of the default group."""
     first, backend = int(mesh.mesh.flatten()[0]), backend_of(mesh)
     alone = backend == "fake" or dist.get_world_size() == 1
@@ -475,7 +476,7 @@ def default_group() -> str:
     return group.group_name
 
 
-def _union(*meshes: Any) -> tuple[int, ...]:
+def _union(*meshes: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
 
 
@@ -510,7 +511,7 @@ def known_meshes() -> list[MeshFacts]:
 MeshKind = tuple[str, str, tuple[str, ...] | None, tuple[str, ...] | None, tuple[int, ...]]
 
 
-def mesh_kind(mesh: Any) -> MeshKind:
+def mesh_kind(mesh: DeviceMesh) -> MeshKind:
     """What a mesh is, in the same words on all ranks: for a slice, the mesh that it was sliced from, and its axes."""
     root = root_mesh(mesh)
     return mesh.device_type, str(root.mesh.tolist()), root.mesh_dim_names, mesh.mesh_dim_names, tuple(mesh.shape)
@@ -528,7 +529,7 @@ def mesh_of_kind(kind: MeshKind) -> Any:
     raise MeshError(f"there is no mesh {kind[3] or kind[4]} of {kind[0]} ranks {kind[1]} here")
 
 
-def _is_own(mesh: Any) -> bool:
+def _is_own(mesh: DeviceMesh) -> bool:
     """Whether this rank is where `mesh` says: ranks that are threads of one process see each other's meshes."""
     root = root_mesh(mesh)  # a slice is computed from the rank that asks, so it says nothing of whose it is
     here = (root.mesh == dist.get_rank()).nonzero().tolist()
@@ -554,7 +555,7 @@ def is_for_any_rank() -> bool:
     return _any_rank.get()
 
 
-def unpickled(mesh: Any, rank: int) -> Any:
+def unpickled(mesh: DeviceMesh, rank: int) -> DeviceMesh:
     """The mesh of this rank for `mesh`, which global rank `rank` pickled.
 
     A pickled mesh says where in it the rank is that pickled it, names that rank's groups, and lacks those of several
@@ -577,7 +578,7 @@ def unpickled(mesh: Any, rank: int) -> Any:
     )
 
 
-def world_of(mesh: Any) -> str:
+def world_of(mesh: DeviceMesh) -> str:
     """Text with everything about `mesh` that a traced graph may depend on, for cache keys of compiled code."""
     known = facts(mesh)
     n, at = known.network, known.coordinate
@@ -585,12 +586,12 @@ def world_of(mesh: Any) -> str:
     return repr((known.shape, place, sorted(known.groups.items()), n.links, sorted(n.merged), mesh.device_type))
 
 
-def mesh_shape(mesh: Any) -> tuple[int, ...]:
+def mesh_shape(mesh: DeviceMesh) -> tuple[int, ...]:
     """Sizes of the mesh axes."""
     return facts(mesh).shape
 
 
-def group_name(mesh: Any, axis: int) -> str:
+def group_name(mesh: DeviceMesh, axis: int) -> str:
     """Name of this rank's process group along a mesh axis."""
     return facts(mesh).groups[(axis,)]
 

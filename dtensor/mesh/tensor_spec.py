@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import PlacementError
 from ..layout.chunks import note_place
@@ -41,7 +42,7 @@ class Spec:
 
     def __init__(
         self,
-        mesh: Any,
+        mesh: DeviceMesh,
         layout: Layout,
         shape: tuple[Any, ...],
         stride: tuple[Any, ...],
@@ -50,7 +51,7 @@ class Spec:
     ) -> None:
         real = real_object(mesh)
         self.real: Spec | None = None if real is mesh else Spec.make(real, layout, shape, stride, dtype)
-        self.mesh: Any = mesh
+        self.mesh: DeviceMesh = mesh
         self.layout: Layout = layout
         self.shape: tuple[Any, ...] = shape
         self.stride: tuple[Any, ...] = stride
@@ -59,7 +60,7 @@ class Spec:
         self.unusual_stride: tuple[Any, ...] | None = None if static and stride == contiguous_stride(shape) else stride
 
     @staticmethod
-    def make(mesh: Any, layout: Layout, shape: Any, stride: Any, dtype: torch.dtype) -> "Spec":
+    def make(mesh: DeviceMesh, layout: Layout, shape: Any, stride: Any, dtype: torch.dtype) -> "Spec":
         """The spec with these attributes; interned if all sizes are ints and the mesh is not a stand-in."""
         shape, stride = tuple(shape), tuple(stride)
         for size in shape + stride:
@@ -112,7 +113,7 @@ class Spec:
         """This spec in another layout."""
         return Spec.make(self.mesh, layout, self.shape, self.stride, self.dtype)
 
-    def on(self, mesh: Any) -> "Spec":
+    def on(self, mesh: DeviceMesh) -> "Spec":
         """This spec on `mesh`, which is the same mesh or a stand-in for it."""
         return self if mesh is self.mesh else Spec.make(mesh, self.layout, self.shape, self.stride, self.dtype)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..layout.layout import Layout
 from ..mesh.tensor_spec import Spec
@@ -131,7 +132,7 @@ class LocalCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     call: Call
-    mesh: Any
+    mesh: DeviceMesh
     axes: dict[str, tuple[int, ...]]
     layouts: tuple[Layout | None, ...]
 

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ..dispatch.view_copies import fresh
 from ..errors import ArgumentTypeError, CheckpointError, shown
-from ..mesh.job import all_here
-from ..mesh.stages import Stage
+from ..job.job import all_here
+from ..program.stages import Stage
 from ..tensor.tensor import DTensor
 from ..torch_private.core import default_group_timeout, functional_collectives
 from ..torch_private.staging import StateDictStager

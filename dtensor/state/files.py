@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..errors import CheckpointError
-from ..mesh.stages import Stage
+from ..program.stages import Stage
 from .differences import MOST, differences
 from .index import DamagedError, Index, Part, read_index, write_index
 from .optimizers import give_back, to_load

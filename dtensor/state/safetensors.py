@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, shown
-from ..mesh.stages import Stage
+from ..program.stages import Stage
 from ..tensor.deferred import Box, deferred, own_box, read
 from ..tensor.tensor import DTensor
 from ..torch_private.core import root_mesh

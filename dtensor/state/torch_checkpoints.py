@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ..errors import ArgumentTypeError, CheckpointError, shown
-from ..mesh.stages import Stage
+from ..program.stages import Stage
 from .files import read_into, tried
 from .index import content_of, covers
 

@@ -1,8 +1,7 @@
 """The hooks that `import dtensor` installs in torch.compile: the backend `"dtensor"`, and the passes in Inductor.
 
 The hooks only forward to `dtensor.compile`, which is imported on the first compilation. Plain `torch.compile` takes its
-options from the environment (`dtensor.mesh.environment`). `DTENSOR_PASSES=0` or `dtensor.hooks.uninstall()` turns its
-passes off.
+options from the environment (`dtensor.program.environment`). `DTENSOR_PASSES=0` or `uninstall` turns its passes off.
 """
 
 import importlib
@@ -12,10 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..mesh import environment
 from ..mesh.mesh import look_up_prepared
 from ..mesh.provenance import keeps_specs
-from ..mesh.source_lines import is_users
+from ..program import environment
+from ..program.source_lines import is_users
 from ..torch_private.compiling import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.from_plain import is_tracing, refuse_tangent
 from ..dispatch import strictness
@@ -111,7 +112,7 @@ def attention_math(
     return tuple(DTensor.from_local(t, mesh, target, shape=s, stride=contiguous_stride(s)) for t, s in zip(out, shapes))
 
 
-def _distributed(x: Any, name: str, mesh: Any) -> Any:
+def _distributed(x: Any, name: str, mesh: DeviceMesh) -> Any:
     """The argument as a DTensor. A plain tensor that is the same on all ranks counts as replicated."""
     if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
         return x

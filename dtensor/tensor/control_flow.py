@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..dispatch.global_view import check_global
 from ..dispatch.plain_operands import check_invariant, is_alike
@@ -37,7 +38,7 @@ from .tensor import DTensor, FromLocal
 class Form:
     """The metadata that turns a local tensor into a DTensor: mesh, layout, global shape and stride."""
 
-    mesh: Any
+    mesh: DeviceMesh
     layout: Layout
     shape: tuple[Any, ...]
     stride: tuple[Any, ...]

@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import PlacementError
 from ..layout.layout import Layout
@@ -17,7 +18,9 @@ from ..layout.placements import Placement, as_placements
 from ..mesh.mesh import facts, mesh_shape
 
 
-def wrong_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...], shape: Any, stride: Any) -> str:
+def wrong_sizes(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Any, stride: Any
+) -> str:
     """Why `local` is not this rank's shard of a tensor of global `shape` and `stride`; empty if it is.
 
     Symbolic sizes, while a graph is traced, are not checked.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.from_plain import from_source, mesh_of
 from ..errors import ArgumentError, ArgumentTypeError, MeshError, PlacementError, shown
@@ -25,7 +26,7 @@ from .torch_dtensor import from_torch, is_torch_dtensor
 
 def distribute_tensor(
     tensor: torch.Tensor,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
     *,
     src_data_rank: int | None = 0,
@@ -86,7 +87,7 @@ def distribute_tensor(
     return made
 
 
-def _distributed(tensor: torch.Tensor, mesh: Any, layout: Layout, src_data_rank: int | None) -> DTensor:
+def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, layout: Layout, src_data_rank: int | None) -> DTensor:
     spec = Spec.make(mesh, layout, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
     data = tensor.detach()
     if isinstance(tensor, Deferred):
@@ -109,7 +110,7 @@ library.define(
 )
 
 
-def _distribute_operator(x: Any, mesh: Any, text: str, src: int | None) -> DTensor:
+def _distribute_operator(x: Any, mesh: DeviceMesh, text: str, src: int | None) -> DTensor:
     """`dtensor::distribute`, decomposed at once for any tensor and any mode."""
     return _distributed(x, mesh, Layout.of(parsed(text), x.dim()), src)
 
@@ -127,7 +128,7 @@ _NEUTRAL = {"sum": 0, "product": 1}
 """Reduction -> its neutral element. The other reductions need none, as they reduce equal values to the same value."""
 
 
-def _keep_part(x: torch.Tensor, layout: Layout, mesh: Any) -> torch.Tensor:
+def _keep_part(x: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's part of a partial value: the first rank along an axis holds the value, the others a neutral one."""
     if layout.partial:
         note_place()
@@ -137,7 +138,7 @@ def _keep_part(x: torch.Tensor, layout: Layout, mesh: Any) -> torch.Tensor:
     return x
 
 
-def _already_distributed(tensor: DTensor, mesh: Any, placements: tuple[Placement, ...]) -> DTensor:
+def _already_distributed(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     if tensor.device_mesh != mesh:
         raise MeshError(
             f"the tensor already lives on {tensor.device_mesh}, not on {mesh}; write x.redistribute(mesh, placements)"
@@ -150,7 +151,7 @@ def _already_distributed(tensor: DTensor, mesh: Any, placements: tuple[Placement
     return tensor
 
 
-def on_xla(mesh: Any) -> bool:
+def on_xla(mesh: DeviceMesh) -> bool:
     """Whether a mesh consists of XLA devices. On these torch_xla does the sharding."""
     return getattr(mesh, "device_type", None) == "xla"
 
@@ -174,7 +175,7 @@ def _make(
     dtype: torch.dtype | None,
     layout: Any,
     requires_grad: bool,
-    device_mesh: Any,
+    device_mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
 ) -> DTensor:
     """A DTensor filled with a constant. Each rank fills only its own shard."""
@@ -184,7 +185,11 @@ def _make(
 
 
 def _spec(
-    size: Any, dtype: torch.dtype | None, layout: Any, device_mesh: Any, placements: Sequence[Placement] | None
+    size: Any,
+    dtype: torch.dtype | None,
+    layout: Any,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
 ) -> Spec:
     if layout != torch.strided:
         raise ArgumentError(f"DTensor factories make torch.strided tensors, got layout={layout}")
@@ -208,7 +213,7 @@ def zeros(
     dtype: torch.dtype | None = None,
     layout: Any = torch.strided,
     requires_grad: bool = False,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """A DTensor of zeros. Each rank creates only its own shard.
@@ -234,7 +239,7 @@ def ones(
     dtype: torch.dtype | None = None,
     layout: Any = torch.strided,
     requires_grad: bool = False,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """A DTensor of ones. Each rank creates only its own shard. Arguments and errors are those of `zeros`."""
@@ -246,7 +251,7 @@ def empty(
     dtype: torch.dtype | None = None,
     layout: Any = torch.strided,
     requires_grad: bool = False,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """An uninitialised DTensor. Each rank allocates only its own shard. Arguments and errors are those of `zeros`."""
@@ -260,7 +265,7 @@ def full(
     dtype: torch.dtype | None = None,
     layout: Any = torch.strided,
     requires_grad: bool = False,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """A DTensor filled with `fill_value`. Each rank creates only its own shard.
@@ -288,7 +293,7 @@ def linspace(
     dtype: torch.dtype | None = None,
     layout: Any = torch.strided,
     requires_grad: bool = False,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """`steps` evenly spaced numbers, as `torch.linspace`. Each rank computes all of them and keeps its shard.
@@ -313,7 +318,7 @@ def logspace(
     dtype: torch.dtype | None = None,
     layout: Any = torch.strided,
     requires_grad: bool = False,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """`steps` powers of `base`, from `base ** start` to `base ** end`, as `torch.logspace`.
@@ -334,7 +339,7 @@ def _cut(
     dtype: torch.dtype | None,
     layout: Any,
     requires_grad: bool,
-    device_mesh: Any,
+    device_mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
 ) -> DTensor:
     """This rank's shard of a vector of `length` numbers that every rank computes in full."""
@@ -348,7 +353,7 @@ def rand(
     dtype: torch.dtype | None = None,
     layout: Any = torch.strided,
     requires_grad: bool = False,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Uniform random numbers in [0, 1), the same as `torch.rand(size)` on one device with the same seed.
@@ -364,7 +369,7 @@ def randn(
     dtype: torch.dtype | None = None,
     layout: Any = torch.strided,
     requires_grad: bool = False,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Standard normal random numbers, the same as `torch.randn(size)` on one device with the same seed.

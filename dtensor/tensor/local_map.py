@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ArgumentTypeError, MeshError, PlacementError, shown
 from ..layout.chunks import own_length
@@ -31,7 +32,7 @@ def local_map(
     out_placements: Wanted | tuple[Wanted, ...] = None,
     in_placements: Sequence[Wanted] | None = None,
     in_grad_placements: Sequence[Wanted] | None = None,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
@@ -157,7 +158,7 @@ def _check_keywords(func: Callable[..., Any], kwargs: dict[str, Any]) -> None:
             )
 
 
-def _mesh(func: Callable[..., Any], given: list[DTensor], device_mesh: Any) -> Any:
+def _mesh(func: Callable[..., Any], given: list[DTensor], device_mesh: DeviceMesh | None) -> DeviceMesh:
     mesh = given[0].device_mesh if device_mesh is None else device_mesh
     for x in given:
         if x.device_mesh != mesh:
@@ -168,7 +169,9 @@ def _mesh(func: Callable[..., Any], given: list[DTensor], device_mesh: Any) -> A
     return mesh
 
 
-def _placed(func: Callable[..., Any], index: int, x: Any, wanted: Wanted, declared: bool, move: bool, mesh: Any) -> Any:
+def _placed(
+    func: Callable[..., Any], index: int, x: Any, wanted: Wanted, declared: bool, move: bool, mesh: DeviceMesh
+) -> Any:
     """An argument in the placements that `in_placements` requires."""
     if not isinstance(x, DTensor):
         if wanted is not None and not isinstance(x, torch.Tensor):
@@ -201,7 +204,9 @@ def _local(x: DTensor, grad: Wanted) -> torch.Tensor:
     return x.to_local() if grad is None else x.to_local(grad_placements=grad)
 
 
-def _check_gradients(func: Callable[..., Any], args: list[Any], grads: Sequence[Wanted], outs: Any, mesh: Any) -> None:
+def _check_gradients(
+    func: Callable[..., Any], args: list[Any], grads: Sequence[Wanted], outs: Any, mesh: DeviceMesh
+) -> None:
     """Raise if the placements of a gradient depend on what the function computes and were not declared."""
     if not torch.is_grad_enabled():
         return
@@ -231,7 +236,7 @@ def _ask(func: Callable[..., Any], index: int, x: DTensor, axis: int, p: Placeme
     )
 
 
-def _whole(func: Callable[..., Any], index: int, x: Any, wanted: Any, inputs: list[DTensor], mesh: Any) -> Any:
+def _whole(func: Callable[..., Any], index: int, x: Any, wanted: Any, inputs: list[DTensor], mesh: DeviceMesh) -> Any:
     """An output of the function as the DTensor it was declared to be."""
     if isinstance(x, DTensor):
         raise ArgumentTypeError(
@@ -256,7 +261,7 @@ def _whole(func: Callable[..., Any], index: int, x: Any, wanted: Any, inputs: li
 
 
 def _global_shape(
-    func: Callable[..., Any], index: int, x: torch.Tensor, layout: Layout, inputs: list[DTensor], mesh: Any
+    func: Callable[..., Any], index: int, x: torch.Tensor, layout: Layout, inputs: list[DTensor], mesh: DeviceMesh
 ) -> Any:
     """The global shape of an output with a dim that is sharded unevenly, as an input's is; None if all are even."""
     if not any(layout.dims) or mesh.get_coordinate() is None:
@@ -280,11 +285,11 @@ def _global_shape(
     return tuple(shape)
 
 
-def _parts(axes: tuple[int, ...], mesh: Any) -> int:
+def _parts(axes: tuple[int, ...], mesh: DeviceMesh) -> int:
     return math.prod([mesh.size(axis) for axis in axes])
 
 
-def _uneven(inputs: list[DTensor], axes: tuple[int, ...], mesh: Any) -> list[Any]:
+def _uneven(inputs: list[DTensor], axes: tuple[int, ...], mesh: DeviceMesh) -> list[Any]:
     """The distinct global lengths of input dims sharded over `axes`; empty if all of them divide evenly."""
     found: list[Any] = []
     for x in inputs:
@@ -295,7 +300,7 @@ def _uneven(inputs: list[DTensor], axes: tuple[int, ...], mesh: Any) -> list[Any
     return found if any(n % parts != 0 for n in found) else []
 
 
-def _own(length: Any, axes: tuple[int, ...], mesh: Any) -> Any:
+def _own(length: Any, axes: tuple[int, ...], mesh: DeviceMesh) -> Any:
     for axis in axes:
         length = own_length(length, mesh.size(axis), mesh.get_local_rank(axis), "")
     return length

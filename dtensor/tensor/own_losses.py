@@ -10,6 +10,7 @@ because what happens to a gradient there is already decided.
 from typing import Any
 from weakref import WeakSet
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _meshes: WeakSet[Any] = WeakSet()
@@ -38,12 +39,12 @@ def own_loss_axes(x: Any) -> tuple[int, ...]:
     return _marked_axes(x, x.device_mesh) if node is None else tuple(sorted(_axes_of(node, x.device_mesh)))
 
 
-def _marked_axes(x: Any, mesh: Any) -> tuple[int, ...]:
+def _marked_axes(x: Any, mesh: DeviceMesh) -> tuple[int, ...]:
     marked = getattr(x, "_own_losses", None)
     return marked[1] if marked and x.device_mesh == mesh else ()
 
 
-def _axes_of(root: Any, mesh: Any) -> frozenset[int]:
+def _axes_of(root: Any, mesh: DeviceMesh) -> frozenset[int]:
     """The marked axes of all parameters that `root`, a node of the autograd graph, leads to. Visits each node once."""
     key = _AXES, mesh
     open_nodes = [root]
@@ -60,7 +61,7 @@ def _axes_of(root: Any, mesh: Any) -> frozenset[int]:
     return root.metadata[key]
 
 
-def _axes_of_leaf(node: Any, mesh: Any) -> tuple[int, ...]:
+def _axes_of_leaf(node: Any, mesh: DeviceMesh) -> tuple[int, ...]:
     if _is_border(node):
         return ()
     if hasattr(node, "variable"):

@@ -9,16 +9,16 @@ given on all ranks, in the same state.
 
 import hashlib
 from numbers import Integral
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.from_plain import mesh_of, of_all_ranks
 from ..errors import AgreementError, ArgumentTypeError, MeshError, ShardingError, shown
 
 
-def manual_seed(seed: int, device_mesh: Any = None) -> None:
+def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
     """Seeds the default generators of this process, on CPU and accelerators, like `torch.manual_seed`.
 
     Args:
@@ -43,7 +43,7 @@ def manual_seed(seed: int, device_mesh: Any = None) -> None:
     torch.manual_seed(seed)
 
 
-def check_states(device_mesh: Any) -> None:
+def check_states(device_mesh: DeviceMesh) -> None:
     """Checks that the default generators are in the same state on all ranks of a mesh. All of them must call this.
 
     Args:
@@ -62,7 +62,7 @@ def check_states(device_mesh: Any) -> None:
         )
 
 
-def _check_member(device_mesh: Any, name: str) -> None:
+def _check_member(device_mesh: DeviceMesh, name: str) -> None:
     if mesh_of(device_mesh).get_coordinate() is None:
         raise MeshError(
             f"{name}: rank {dist.get_rank()} is not in {device_mesh}; call it on the ranks of the mesh only"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.between_meshes import exchanged
 from ..comm.from_plain import (
@@ -75,7 +76,7 @@ class DTensor(torch.Tensor):
     __slots__ = ("_local_tensor", "_spec", "device_mesh")
     _local_tensor: torch.Tensor
     _spec: Spec
-    device_mesh: Any
+    device_mesh: DeviceMesh
     _own_losses: tuple[Layout, tuple[int, ...]] | None = None
 
     __torch_function__: Any = disabled_torch_function  # pyright: ignore[reportAssignmentType]
@@ -96,7 +97,7 @@ class DTensor(torch.Tensor):
     def __new__(
         cls,
         local_tensor: Any,
-        device_mesh: Any,
+        device_mesh: DeviceMesh,
         layout: Layout,
         shape: Any = None,
         stride: Any = None,
@@ -203,7 +204,7 @@ class DTensor(torch.Tensor):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: Any = None,
+        device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         run_check: bool = False,
@@ -304,7 +305,7 @@ class DTensor(torch.Tensor):
 
     def redistribute(
         self,
-        device_mesh: Any = None,
+        device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
@@ -461,7 +462,15 @@ def _averaged(layout: Layout, axes: tuple[int, ...]) -> Layout:
 
 
 def _rebuild(
-    local: Any, mesh: Any, text: str, shape: Any, stride: Any, requires_grad: bool, others: Any, part: Any, rank: int
+    local: Any,
+    mesh: DeviceMesh,
+    text: str,
+    shape: Any,
+    stride: Any,
+    requires_grad: bool,
+    others: Any,
+    part: Any,
+    rank: int,
 ) -> Any:
     """The DTensor that was pickled, from values that `torch.load` accepts by default.
 
@@ -540,7 +549,7 @@ def _wrap(local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> DTens
 
 
 def _global_sizes(
-    local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     """Global shape and stride if every shard has the shape of `local`. Dense strides keep their order of dims."""
     shape, stride = list(local.shape), list(local.stride())
@@ -627,7 +636,7 @@ torch.library.register_autograd(
 COMPOSITES["dtensor::redistribute"] = _redistribute_operator
 
 
-def _to_mesh(x: DTensor, mesh: Any, placements: Sequence[Placement] | None, grad_placements: Any) -> DTensor:
+def _to_mesh(x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement] | None, grad_placements: Any) -> DTensor:
     """`x` on another mesh. Ranks send different messages, so no graph can contain it."""
     if is_tracing(x):
         raise ShardingError(
@@ -648,7 +657,7 @@ class _ToMesh(torch.autograd.Function):
 
     @staticmethod
     @never_traced
-    def forward(ctx: Any, x: Any, mesh: Any, layout: Layout, grad_layout: Layout) -> Any:
+    def forward(ctx: Any, x: Any, mesh: DeviceMesh, layout: Layout, grad_layout: Layout) -> Any:
         ctx.set_materialize_grads(False)
         ctx.source = x.device_mesh, grad_layout, layout
         spec = Spec.make(mesh, layout, x._spec.shape, x._spec.stride, x._spec.dtype)
@@ -674,7 +683,9 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     @never_traced
-    def forward(ctx: Any, local: Any, mesh: Any, layout: Layout, shape: Any, stride: Any, grad_layout: Layout) -> Any:
+    def forward(
+        ctx: Any, local: Any, mesh: DeviceMesh, layout: Layout, shape: Any, stride: Any, grad_layout: Layout
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.grad_layout = layout, grad_layout
         return DTensor(_alias(local), mesh, layout, shape, stride, local.requires_grad)
@@ -733,7 +744,7 @@ library.define("to_local(Tensor(a) x, str grad_placements) -> Tensor(a)")
 
 
 def _from_local_operator(
-    x: Any, mesh: Any, text: str, shape: Any, stride: Any, grad_text: str, alike: bool = False
+    x: Any, mesh: DeviceMesh, text: str, shape: Any, stride: Any, grad_text: str, alike: bool = False
 ) -> DTensor:
     """`dtensor::from_local`, decomposed at once for any tensor and any mode. Empty arguments were not given.
 

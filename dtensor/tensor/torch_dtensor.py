@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.from_plain import TORCH, is_torch_dtensor
 from ..errors import ArgumentTypeError, PlacementError
@@ -130,7 +131,7 @@ def _order(x: Any) -> dict[int, tuple[int, ...]]:
     return order
 
 
-def _axes_before(strides: int, axes: tuple[int, ...], mesh: Any, axis: int) -> tuple[int, ...] | None:
+def _axes_before(strides: int, axes: tuple[int, ...], mesh: DeviceMesh, axis: int) -> tuple[int, ...] | None:
     """The first of `axes` that make the `strides` pieces which `axis` then shards; None if there are no such."""
     for count in range(len(axes) + 1):
         if math.prod([mesh.size(a) for a in axes[:count]]) == strides:
@@ -163,7 +164,7 @@ def _without_partial(placements: Sequence[Placement]) -> list[Placement]:
     return [Replicate() if isinstance(p, Partial) else p for p in placements]
 
 
-def _torch_placements(placements: Sequence[Placement], mesh: Any) -> list[Any]:
+def _torch_placements(placements: Sequence[Placement], mesh: DeviceMesh) -> list[Any]:
     """Placements as torch's objects. An axis that splits a dim after a later mesh axis becomes a strided shard.
 
     Creates no `Layout`: one created in a trace would not be the interned one that others hold.

@@ -15,6 +15,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from ..errors import ArgumentTypeError
 from ..layout.layout import Layout
 from ..layout.placements import as_placements
@@ -109,7 +111,7 @@ class Visualization:
         return file.getvalue()
 
 
-def visualize(x: Any, mesh: Any = None, placements: Sequence[Any] | None = None) -> Visualization:
+def visualize(x: Any, mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None) -> Visualization:
     """Show which rank holds which part of `x`. Nothing is communicated.
 
     "ranks 0, 1" hold copies (replicated); of "ranks 0 + 1" each holds a term of a sum (partial).
@@ -171,7 +173,7 @@ def _checked_shape(x: Any) -> tuple[int, ...]:
     )
 
 
-def _axes(mesh: Any) -> tuple[tuple[str, ...], tuple[int, ...], list[int]]:
+def _axes(mesh: DeviceMesh) -> tuple[tuple[str, ...], tuple[int, ...], list[int]]:
     """Names and sizes of the axes of a mesh, and its ranks with the last axis fastest."""
     if hasattr(mesh, "device_type"):
         sizes, ranks, names = tuple(mesh.shape), mesh.mesh.flatten().tolist(), mesh.mesh_dim_names

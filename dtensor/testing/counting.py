@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ..job.groups import group_size
 from ..layout.cost import wire_bytes
-from ..mesh.groups import group_size
 from ..tensor.tensor import DTensor
 from ..torch_private.core import TorchDispatchMode
 

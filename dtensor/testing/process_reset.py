@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ..dispatch.fallback import fallbacks
+from ..job.job import leave
 from ..mesh.caches import clear_caches
-from ..mesh.job import leave
 from ..torch_private.compiling import compiler_settings, forget_compiled, set_compiler_settings
 
 

@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..mesh.stages import Stage
+from ..program.stages import Stage
 from .child import LEAVE, STACKS_SIGNAL, Failure, Job, Surroundings, rank_main
 from .references import FunctionReference
 

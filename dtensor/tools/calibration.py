@@ -41,9 +41,9 @@ from tqdm import tqdm
 
 from ..comm.collectives import ops
 from ..errors import ArgumentError
+from ..job.groups import group_size
 from ..layout.cost import WORK, Link, log2_ceil, seconds, wire_bytes
 from ..layout.machine import Machine
-from ..mesh.groups import group_size
 from ..mesh.links import KINDS, Measured, links_path, machine_key, save_links
 from ..mesh.mesh import RANKS_PER_HOST, backend_of
 from ..testing import run_ranks

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from dtensor.compile import statistics
 
 from ..mesh.mesh import init_device_mesh
-from ..mesh.stages import Stage
 from ..parallel import clip_grad_norm_
+from ..program.stages import Stage
 from ..testing import CountCollectives, ModelArgs, Transformer, run_ranks
 from .demo_plans import PLANS, computing_in
 

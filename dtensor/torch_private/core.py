@@ -17,6 +17,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 SUPPORTED = ((2, 13), (2, 16))
 """The supported torch releases: at least the first, below the second."""
@@ -301,13 +302,13 @@ def set_thread_state(name: str, value: Any) -> None:
     torch._C._stash_obj_in_tls(name, value)
 
 
-def current_device_mesh() -> Any:
+def current_device_mesh() -> DeviceMesh | None:
     """The mesh of the innermost `with mesh:` block, or None."""
     stack = mesh_resources.mesh_stack
     return stack[-1] if stack else None
 
 
-def root_mesh(mesh: Any) -> Any:
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that `mesh` was sliced from; `mesh` itself if it was not sliced."""
     return mesh._get_root_mesh()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ArgumentError, UnsupportedError
 from .core import tree_map
@@ -41,7 +42,7 @@ def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: C
         return
 
     @functools.wraps(make)
-    def _init_extension(state: Any, device_mesh: Any = None) -> Any:
+    def _init_extension(state: Any, device_mesh: DeviceMesh | None = None) -> Any:
         make(state, device_mesh)
         if state._fsdp_extension is not None:
             kept = state.sharding_strategy is fsdp1.ShardingStrategy.NO_SHARD and state._use_orig_params
@@ -131,7 +132,7 @@ class FSDP2Unit:
 
     modules: tuple[Any, ...]
     parameters: list[FSDP2Parameter]
-    mesh: Any
+    mesh: DeviceMesh | None
     policy: Any
     reshard: bool
     reduce: str

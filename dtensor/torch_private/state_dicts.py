@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import _state_dict_utils as utils
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 Chunk = Callable[[Any], tuple[Any, Any]]
@@ -32,7 +33,7 @@ def recognise(ours: type, distribute: Callable[..., Any], chunk: Chunk) -> None:
         def __getattr__(cls, name: str) -> Any:
             return getattr(theirs, name)
 
-    def distribute_tensor(x: Any, mesh: Any, placements: Any) -> Any:
+    def distribute_tensor(x: Any, mesh: DeviceMesh, placements: Any) -> Any:
         known = all(isinstance(p, Placement) for p in placements)
         return (distribute_theirs if known else distribute)(x, mesh, placements)
 

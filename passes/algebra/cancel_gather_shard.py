@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from dtensor.mesh.groups import group_size
+from dtensor.job.groups import group_size
 
 from ..graph import ir, sizes
 from ..stages import Pass

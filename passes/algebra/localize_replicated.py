@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.mesh.groups import group_size
+from dtensor.job.groups import group_size
 
 from ..graph import groups, ir
 from ..stages import Pass

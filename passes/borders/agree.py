@@ -11,9 +11,9 @@ from torch import fx
 from dtensor.comm.agreement import dumps
 from dtensor.comm.collectives import COMMUNICATING
 from dtensor.comm.replication_check import DRAWN
+from dtensor.job.collective_order import Entry
+from dtensor.job.groups import group_size
 from dtensor.layout.chunks import chunk_length
-from dtensor.mesh.collective_order import Entry
-from dtensor.mesh.groups import group_size
 from dtensor.mesh.provenance import ALIKE, TAKEN, Taken
 
 from ..graph import ir, ordered

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from dtensor.comm.profiled import Described, Graph, packed
-from dtensor.mesh.groups import canonical
+from dtensor.job.groups import canonical
 from dtensor.mesh.provenance import MOVE, TRACED
-from dtensor.mesh.source_lines import is_users
+from dtensor.program.source_lines import is_users
 
 from ..graph import ir
 from ..graph.count import describe

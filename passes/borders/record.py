@@ -7,8 +7,8 @@ import torch
 from torch import fx
 
 from dtensor.mesh.provenance import INSIDE, MOVE, SPEC
-from dtensor.mesh.source_lines import is_users
 from dtensor.mesh.tensor_spec import Spec
+from dtensor.program.source_lines import is_users
 from dtensor.torch_private.core import OpOverload
 
 from ..graph import ir

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from dtensor.comm.collectives import KERNELS, LOWERED
-from dtensor.mesh.groups import group_size
+from dtensor.job.groups import group_size
 from dtensor.torch_private.core import make_fx
 from dtensor.torch_private.symbolic_sizes import sizes_before_strides
 

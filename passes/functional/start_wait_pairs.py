@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.mesh.groups import canonical, group_size
+from dtensor.job.groups import canonical, group_size
 
 from ..graph import ir
 from . import glue

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from dtensor.comm.collectives import COMMUNICATING
+from dtensor.job.groups import group_size
 from dtensor.layout import cost
-from dtensor.mesh.groups import group_size
 from dtensor.torch_private.symbolic_sizes import hint
 
 from . import ir, ordered

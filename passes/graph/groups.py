@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from dtensor.job.groups import group_size
 from dtensor.layout import cost
 from dtensor.layout.cost import Network
-from dtensor.mesh.groups import group_size
 
 Axes = tuple[int, ...]
 

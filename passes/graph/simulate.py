@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.node import map_arg
 
 from dtensor.errors import PassError
-from dtensor.mesh.groups import canonical
+from dtensor.job.groups import canonical
 
 from . import ir, ordered
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.mesh.groups import group_size
+from dtensor.job.groups import group_size
 from dtensor.mesh.provenance import SHARDS, shards_of
 from dtensor.torch_private.core import FakeTensor, tree_map
 from dtensor.torch_private.symbolic_sizes import hint, number_if_guarded, number_if_known, write_numbers

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from dtensor.mesh.source_lines import is_users, not_generated
+from dtensor.program.source_lines import is_users, not_generated
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n?(?P<code>[^\n]*)')
 TORCHS = "torch.nn.modules."

@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from dtensor.errors import PassError
-from dtensor.mesh.groups import group_ranks
+from dtensor.job.groups import group_ranks
 from dtensor.torch_private.core import FakeTensorMode, OpOverload
 
 from . import ir, ordered

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from dtensor.mesh.groups import group_size
+from dtensor.job.groups import group_size
 from dtensor.mesh.provenance import TRACED
 
 from ..graph import groups, ir

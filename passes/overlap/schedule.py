@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from dtensor.mesh.groups import group_size
+from dtensor.job.groups import group_size
 from dtensor.torch_private.symbolic_sizes import hint
 
 from ..graph import ir

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from dtensor import AgreementError
 from dtensor.comm import agreement
 from dtensor.comm.agreement import agree, dumps
-from dtensor.mesh.collective_order import mark
-from dtensor.mesh.groups import calls_on
+from dtensor.job.collective_order import mark
+from dtensor.job.groups import calls_on
 from dtensor.testing import fake_ranks
 
 SUM = ("all_reduce sum of float32[4]", "a.py:1")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dtensor import AgreementError
 from dtensor.comm import replication_check
 from dtensor.comm.replication_check import EVERY, Given, Look, compare, is_due, note_taken, noted, numbers
-from dtensor.mesh.groups import calls_on
+from dtensor.job.groups import calls_on
 from dtensor.mesh.provenance import LOCAL, TAKEN, Taken
 from dtensor.testing import fake_ranks
 from dtensor.torch_private.core import make_fx

@@ -38,6 +38,17 @@ def test_a_public_name_has_one_place_and_a_docstring(name):
         assert inspect.getdoc(thing)
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_shows_is_public(package):
+    """Beside the packages and modules below it, which a program names by their path."""
+    shown = {name: getattr(found(package), name) for name in dir(found(package)) if not name.startswith("_")}
+    below = {name for name, value in shown.items() if inspect.ismodule(value)}
+    assert shown.keys() - below - {"Any", "TYPE_CHECKING"} == set(found(package).__all__)
+    for name in below:
+        path = shown[name].__name__
+        assert path == f"{package}.{name}" or f"{package}.{name}" in MODULES, f"{package}.{name} is {path}"
+
+
 def test_every_entry_is_public():
     assert {entry for _, entry, _ in ENTRIES} == set(public())
 

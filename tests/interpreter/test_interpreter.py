@@ -16,7 +16,7 @@ PROGRAM = """
 import os, sys
 print(__name__, sys.argv, os.getcwd(), "torch" in sys.modules, "dtensor" in sys.modules)
 print(sys.stdin.read(), file=sys.stderr)
-from dtensor.mesh import environment
+from dtensor.program import environment
 raise SystemExit(7)
 """
 

@@ -45,10 +45,10 @@ TARGETS = {
     ),
     "algebra": Target(("passes/algebra/*.py",), ("tests/passes/algebra", "tests/passes/test_pipeline.py")),
     "agreement": Target(
-        ("dtensor/comm/agreement.py", "dtensor/mesh/collective_order.py", "dtensor/comm/replication_check.py"),
+        ("dtensor/comm/agreement.py", "dtensor/job/collective_order.py", "dtensor/comm/replication_check.py"),
         (
             *("tests/comm/test_agreement.py", "tests/comm/test_replication_check.py"),
-            *("tests/mesh/test_collective_order.py", "tests/mesh/test_job.py"),
+            *("tests/job/test_collective_order.py", "tests/job/test_job.py"),
             *("tests/compile/backends/test_agreement.py", "tests/parallel/checks/test_input_check.py"),
         ),
         far={

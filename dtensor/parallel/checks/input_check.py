@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.from_plain import of_all_ranks
 from ...comm.replication_check import BY_STYLE, compare, is_due
@@ -36,8 +37,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class InputCheck:
     """Compares inputs over a mesh."""
 
-    def __init__(self, mesh: Any) -> None:
-        self.mesh: Any = mesh
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh: DeviceMesh = mesh
         known = facts(mesh)
         axes = [a for a in range(mesh.ndim) if known.shape[a] > 1 and known.coordinate is not None]
         self.along: dict[int, str] = {a: known.groups[(a,)] for a in axes}
@@ -118,7 +119,7 @@ USES = "_dtensor_uses"
 """The attribute of a module with a style that counts its calls in eager mode."""
 
 
-def compare_input(x: torch.Tensor, mesh: Any, module: Any) -> None:
+def compare_input(x: torch.Tensor, mesh: DeviceMesh, module: Any) -> None:
     """Compare a plain input of `module` that a style assumes to be the same on all ranks of a one-axis mesh.
 
     Applies to model inputs and tensors computed under no_grad; for tensors with a history the gradients are compared.

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -48,7 +49,7 @@ class Watched(NamedTuple):
 _steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
-def watch(model: nn.Module, mesh: Any) -> None:
+def watch(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make optimizers check the parameters of `model` that a plan over a one-axis mesh has left plain."""
     group = facts(mesh).groups[(0,)]
     axis = (mesh.mesh_dim_names or ("0",))[0]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...errors import MisfitError
-from ...mesh.source_lines import is_users
+from ...program.source_lines import is_users
 from ...tensor.tensor import DTensor
 from ...torch_private.core import traced_with_caller
 from ...torch_private.dynamo import explain_traced_errors

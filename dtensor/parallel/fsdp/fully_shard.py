@@ -240,7 +240,7 @@ def _check_modules(modules: list[Any]) -> None:
             raise ArgumentError(f"this {type(module).__name__} is fully sharded already; call fully_shard once on each")
 
 
-def _check_mesh(mesh: Any) -> None:
+def _check_mesh(mesh: DeviceMesh) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(
             f"fully_shard takes a DeviceMesh; got {type(mesh).__name__}, write init_device_mesh(...)"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import MeshError
 from ...layout.layout import Layout
@@ -31,7 +32,7 @@ SHARDED_AGAIN = "_dtensor_fully_sharded_again"
 `Unshard` of that."""
 
 
-def planned(parameter: torch.Tensor, mesh: Any, dim: int | None) -> Unshard:
+def planned(parameter: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> Unshard:
     """How to shard a parameter over the last axis of the data mesh, and unshard it. Nothing is changed.
 
     Args:
@@ -105,7 +106,7 @@ def sharded_otherwise(
     return before
 
 
-def _how(mesh: Any, data_mesh: Any, ndim: int, dim: int | None, inner: DTensor | None) -> Unshard:
+def _how(mesh: DeviceMesh, data_mesh: DeviceMesh, ndim: int, dim: int | None, inner: DTensor | None) -> Unshard:
     data = tuple(range(mesh.ndim)) if inner is None else _axes(mesh, data_mesh)
     dims: list[tuple[int, ...]] = [()] * ndim
     layout, inner_mesh = None, None
@@ -125,12 +126,12 @@ def _how(mesh: Any, data_mesh: Any, ndim: int, dim: int | None, inner: DTensor |
     )
 
 
-def _axes(mesh: Any, part: Any) -> tuple[int, ...]:
+def _axes(mesh: DeviceMesh, part: Any) -> tuple[int, ...]:
     """The indices in `mesh` of the axes of `part`, which is sliced from the same mesh."""
     return tuple([_names(mesh).index(name) for name in _names(part)])
 
 
-def _names(mesh: Any) -> tuple[str, ...]:
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or ())
 
 

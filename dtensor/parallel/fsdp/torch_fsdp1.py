@@ -13,10 +13,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, ArgumentTypeError
+from ...job.groups import canonical
 from ...layout.layout import Layout
-from ...mesh.groups import canonical
 from ...mesh.mesh import group_name
 from ...mesh.tensor_spec import Spec
 from ...tensor.tensor import DTensor, move
@@ -51,7 +52,7 @@ class DTensorExtensions:
         kept: whether FSDP1 shards nothing and keeps the user's parameters, which then cannot be views of a flat one.
     """
 
-    def __init__(self, others: Any, data_mesh: Any, kept: bool = False) -> None:
+    def __init__(self, others: Any, data_mesh: DeviceMesh, kept: bool = False) -> None:
         self.others = others
         self.data_mesh = data_mesh
         self.kept = kept
@@ -131,7 +132,7 @@ class DTensorExtensions:
             return self.chunk_dtensor(tensor, rank, self.data_mesh)
         return self.others.chunk_tensor(tensor, rank, world_size, num_devices_per_node, pg)
 
-    def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: Any) -> torch.Tensor:
+    def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> torch.Tensor:
         """`tensor`, which is replicated over the data axes, as a DTensor sharded on dim 0 over the last of them.
 
         A DTensor keeps its other axes. A plain tensor is placed on the data axes only.
@@ -150,7 +151,7 @@ class DTensorExtensions:
         size = tensor._spec.with_layout(whole).local_shape()
         return torch.empty(size, dtype=tensor.dtype, device="meta"), [_Shard(tensor.to_local())]
 
-    def all_gather_dtensor(self, tensor: torch.Tensor, parent_mesh: Any) -> torch.Tensor:
+    def all_gather_dtensor(self, tensor: torch.Tensor, parent_mesh: DeviceMesh) -> torch.Tensor:
         """The local tensor of a state dict's DTensor after gathering it over the data axes.
 
         Raises:
@@ -167,7 +168,7 @@ class DTensorExtensions:
 
     def _data_axes(self, tensor: DTensor) -> tuple[int, ...]:
         names = tensor.device_mesh.mesh_dim_names or ()
-        return tuple([names.index(name) for name in self.data_mesh.mesh_dim_names if name in names])
+        return tuple([names.index(name) for name in self.data_mesh.mesh_dim_names or () if name in names])
 
 
 class _Shard:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .mixed_precision import MixedPrecisionPolicy
 from .unshard import Unshard
@@ -31,7 +32,7 @@ class Unit:
         unsharded: whether parameters are read unsharded outside of forwards, too.
     """
 
-    mesh: Any
+    mesh: DeviceMesh
     policy: MixedPrecisionPolicy
     keep: bool
     local: bool

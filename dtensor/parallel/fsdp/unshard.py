@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.traceback import annotate
 
 from ...comm.collectives import KEPT
@@ -41,14 +42,14 @@ class Unshard:
         inner: its layout on that mesh.
     """
 
-    mesh: Any
-    data_mesh: Any
+    mesh: DeviceMesh
+    data_mesh: DeviceMesh
     dim: int | None
     layout: Layout
     whole: Layout
     unreduced: Layout
     scattered: Layout
-    inner_mesh: Any = None
+    inner_mesh: DeviceMesh | None = None
     inner: Layout | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unshard":
@@ -65,11 +66,11 @@ class _Unsharded(torch.autograd.Function):
     def forward(
         ctx: Any,
         parameter: Any,
-        mesh: Any,
+        mesh: DeviceMesh,
         whole: Any,
         entering: Any,
         target: Any,
-        inner_mesh: Any,
+        inner_mesh: DeviceMesh,
         inner: Any,
         dtype: torch.dtype | None,
         reduce_dtype: Any,
@@ -121,11 +122,11 @@ def _reduced(
     grad: Any,
     dtype: torch.dtype | None,
     sizes: Any,
-    mesh: Any,
+    mesh: DeviceMesh,
     whole: Any,
     entering: Any,
     target: Any,
-    inner_mesh: Any,
+    inner_mesh: DeviceMesh,
     inner: Any,
     _: Any,
     reduce_dtype: Any,
@@ -148,7 +149,7 @@ def _sent_as(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return DTensor(grad.to_local().to(dtype), grad.device_mesh, grad._spec.layout, grad.shape, grad.stride())
 
 
-def _wrapped(local: torch.Tensor, mesh: Any, layout: Layout, sizes: tuple[Any, ...]) -> DTensor:
+def _wrapped(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, sizes: tuple[Any, ...]) -> DTensor:
     return DTensor(local.view_as(local), mesh, layout, sizes[0], sizes[1])
 
 
@@ -160,7 +161,7 @@ library.define(
 )
 
 
-def _unshard_operator(x: DTensor, mesh: Any, whole: str, *given: Any) -> torch.Tensor:
+def _unshard_operator(x: DTensor, mesh: DeviceMesh, whole: str, *given: Any) -> torch.Tensor:
     """`dtensor::unshard`, decomposed at once for any tensor and any mode. Empty arguments were not given."""
     entering, target, inner_mesh, inner, dtype, reduce_dtype = given
     layouts = [Layout.parse(text, x.dim()) if text else None for text in (whole, entering, target, inner)]

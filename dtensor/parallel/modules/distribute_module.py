@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.from_plain import check_module, mesh_of
 from ...errors import ArgumentTypeError, CallOrderError
@@ -21,7 +22,7 @@ DISTRIBUTED = "_distributed_module"
 
 
 def distribute_parameter(
-    parameter: nn.Parameter, mesh: Any, placements: Sequence[Placement], *, src_data_rank: int | None = 0
+    parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement], *, src_data_rank: int | None = 0
 ) -> nn.Parameter:
     """The distributed parameter of a plain one. Modules that share it get the same one, so that tied weights stay tied.
 
@@ -44,7 +45,7 @@ PartitionFn = Callable[[str, nn.Module, Any], None]
 
 def distribute_module(
     module: nn.Module,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | None = None,
     partition_fn: PartitionFn | None = None,
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
@@ -97,7 +98,7 @@ def distribute_module(
     return module
 
 
-def _take(input_fn: Callable[..., Any], mesh: Any) -> Take:
+def _take(input_fn: Callable[..., Any], mesh: DeviceMesh) -> Take:
     wants_module = _takes_module(input_fn, "input_fn", "(module, inputs, device_mesh)")
 
     def take(
@@ -111,7 +112,7 @@ def _take(input_fn: Callable[..., Any], mesh: Any) -> Take:
     return take
 
 
-def _give(output_fn: Callable[..., Any], mesh: Any) -> Give:
+def _give(output_fn: Callable[..., Any], mesh: DeviceMesh) -> Give:
     wants_module = _takes_module(output_fn, "output_fn", "(module, outputs, device_mesh)")
 
     def give(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -121,7 +122,7 @@ def _give(output_fn: Callable[..., Any], mesh: Any) -> Give:
     return give
 
 
-def _replicate_rest(module: nn.Module, mesh: Any) -> None:
+def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
     replicate = [Replicate()] * mesh.ndim
     for name, p in module.named_parameters(recurse=False):
         if not isinstance(p, DTensor):

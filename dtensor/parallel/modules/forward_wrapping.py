@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from ...mesh.source_lines import MADE, not_generated
+from ...program.source_lines import MADE, not_generated
 from ...torch_private.core import traced_with_caller
 
 Take: TypeAlias = Callable[[nn.Module, tuple, dict[str, Any]], tuple[tuple, dict[str, Any]]]

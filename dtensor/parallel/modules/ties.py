@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import PlacementError
 
@@ -51,7 +52,9 @@ def _held(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
                 yield module, name, parameter
 
 
-def shared_otherwise(parameter: torch.Tensor, before: Any, placements: Sequence[Any], mesh: Any) -> PlacementError:
+def shared_otherwise(
+    parameter: torch.Tensor, before: Any, placements: Sequence[Any], mesh: DeviceMesh
+) -> PlacementError:
     """The error for a shared parameter that another module already has as `before`, in other placements."""
     return PlacementError(
         f"a parameter of shape {list(parameter.shape)} is shared by several modules: one already has it placed as "

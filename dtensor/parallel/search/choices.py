@@ -43,7 +43,7 @@ class Choices:
     """Which options each step has on a mesh.
 
     Args:
-        mesh: the mesh.
+        mesh: the mesh; a device, for one that is not there.
         network: its description, by which moves are priced.
         machine: what a rank computes with.
         choosing: its description as the engine knows it, by which it chooses; None for the same.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, ArgumentTypeError, PlacementError, shown
 from ...layout.cost import INTER, INTRA, Link, Network
@@ -20,7 +21,7 @@ from ...layout.machine import MACHINES, Machine
 from ...layout.placements import Placement
 from ...mesh.links import links_here
 from ...mesh.mesh import backend_of, facts
-from ...mesh.stages import Stage
+from ...program.stages import Stage
 from ..whole_model.plan import FINDERS, Plan, modules_of, recomputed_of
 from ..whole_model.prediction import Prediction
 from .best import Best
@@ -50,7 +51,7 @@ UNITS = {"memory": " of bytes, such as 80e9", "gap": ", such as 0.01", "limit": 
 @Stage("searching a plan")
 def search(
     model: nn.Module,
-    mesh: Any,
+    mesh: DeviceMesh | Mapping[str, int],
     inputs: Any,
     *,
     memory: float | None = None,
@@ -170,7 +171,7 @@ def search(
 
 def predict(
     model: nn.Module,
-    mesh: Any,
+    mesh: DeviceMesh | Mapping[str, int],
     inputs: Any,
     plan: Plan,
     *,
@@ -227,7 +228,7 @@ class _Step:
 
     def __init__(
         self,
-        mesh: Any,
+        mesh: DeviceMesh | Mapping[str, int],
         links: Mapping[str, Link] | None,
         device_type: str,
         machine: Machine | None,
@@ -316,7 +317,7 @@ def layers_of(model: nn.Module) -> list[str]:
     return found
 
 
-def _once(mesh: Any, found: Callable[[], Plan]) -> Plan:
+def _once(mesh: DeviceMesh, found: Callable[[], Plan]) -> Plan:
     """What the first rank of a mesh finds, on all of its ranks; what it raises, too."""
     ranks = mesh.mesh.flatten().tolist()
     if len(ranks) == 1 or dist.get_backend() == "fake":
@@ -337,13 +338,13 @@ def _once(mesh: Any, found: Callable[[], Plan]) -> Plan:
     return said[0]
 
 
-def _machine(mesh: Any, device: str) -> Machine | None:
+def _machine(mesh: DeviceMesh | Mapping[str, int], device: str) -> Machine | None:
     """What `dtensor calibrate` measured here, for a mesh that is there."""
     return None if isinstance(mesh, Mapping) else links_here(backend_of(mesh), device).machine
 
 
 def _mesh(
-    mesh: Any, links: Mapping[str, Link] | None, device: str
+    mesh: DeviceMesh | Mapping[str, int], links: Mapping[str, Link] | None, device: str
 ) -> tuple[dict[str, int], Network, Network | None, str]:
     """The axes of a mesh, its network with the links given, its own if that is another, and its device type."""
     links = links or {}

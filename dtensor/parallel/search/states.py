@@ -146,7 +146,9 @@ class Moves:
         if op not in WORK:
             return self.network.links[axis].launch + 2 * sent / self.memory
         shared = self.full is not None and size < self.full[axis]
-        link = _bucketed(self.network.links[axis], self.full[axis]) if self.full and shared else self.network.links[axis]
+        link = (
+            _bucketed(self.network.links[axis], self.full[axis]) if self.full and shared else self.network.links[axis]
+        )
         return seconds(op, sent, n, link) + 2 * self._copied(op, axis, have, to, size, shared) / self.memory
 
     def _copied(

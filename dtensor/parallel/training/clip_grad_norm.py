@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, ArgumentTypeError, ShardingError, shown
 from ...layout.placements import Partial, Replicate
@@ -113,7 +114,7 @@ def _lives_on(g: Any, meshes: list[Any]) -> bool:
     return isinstance(g, DTensor) and any(g.device_mesh is m for m in meshes)
 
 
-def _over_mesh(grads: list[Any], mesh: Any, p: float) -> torch.Tensor:
+def _over_mesh(grads: list[Any], mesh: DeviceMesh, p: float) -> torch.Tensor:
     """The sum of p-th powers, or the maximum for inf, of all elements of gradients on `mesh` and its slices."""
     mine = []
     for g in grads:
@@ -138,7 +139,7 @@ def _joined(parts: list[torch.Tensor], p: float) -> torch.Tensor:
     return both.amax() if p == inf else both.sum()
 
 
-def _home(mesh: Any, meshes: list[Any]) -> Any:
+def _home(mesh: DeviceMesh, meshes: list[Any]) -> Any:
     """The mesh to reduce gradients on `mesh` over: the largest of `meshes` that it is a slice of, or their root mesh if
     they cover all of its axes."""
     if torch.compiler.is_compiling() or mesh.mesh_dim_names is None:

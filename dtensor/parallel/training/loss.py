@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from ...layout.placements import Replicate
@@ -32,7 +33,7 @@ class _WholeTargets(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _whole(a: Any, mesh: Any) -> Any:
+def _whole(a: Any, mesh: DeviceMesh) -> Any:
     if not isinstance(a, torch.Tensor) or isinstance(a, DTensor):
         return a
     return DTensor.from_local(a, mesh, [Replicate()] * mesh.ndim)

@@ -3,10 +3,10 @@
 import difflib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import PlacementError, shown
 from ...layout.placements import Placement, Replicate, Shard, as_placement, as_placements
@@ -16,7 +16,7 @@ from .inputs import Placements
 
 
 def chosen_placements(
-    model: nn.Module, mesh: Any, given: Mapping[str, Placements], *, only_named: bool = False
+    model: nn.Module, mesh: DeviceMesh, given: Mapping[str, Placements], *, only_named: bool = False
 ) -> dict[torch.Tensor, tuple[Placement, ...]]:
     """The placements of each parameter and buffer; with `only_named`, of those that a pattern matches.
 
@@ -73,14 +73,14 @@ def _specific(pattern: str) -> int:
     return sum(c not in "*?[]" for c in pattern)
 
 
-def _placed(given: Placements, mesh: Any, x: torch.Tensor, what: str) -> tuple[Placement, ...]:
+def _placed(given: Placements, mesh: DeviceMesh, x: torch.Tensor, what: str) -> tuple[Placement, ...]:
     try:
         return as_placements(_by_axis(given, mesh), mesh.ndim, x.dim())
     except PlacementError as error:
         raise PlacementError(f"{what} of shape {list(x.shape)}: {error}") from None
 
 
-def _by_axis(given: Placements, mesh: Any) -> list[Placement]:
+def _by_axis(given: Placements, mesh: DeviceMesh) -> list[Placement]:
     """One placement for each axis of the mesh.
 
     Raises:
@@ -105,7 +105,7 @@ def _by_axis(given: Placements, mesh: Any) -> list[Placement]:
     return [as_placement(given.get(axis, Replicate())) for axis in axes] if axes else [Replicate()] * mesh.ndim
 
 
-def at_borders(given: Placements, mesh: Any, what: str) -> list[Placement]:
+def at_borders(given: Placements, mesh: DeviceMesh, what: str) -> list[Placement]:
     """The placements of inputs or outputs, for tensors with any number of dims.
 
     Raises:

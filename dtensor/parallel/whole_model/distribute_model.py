@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from ...comm.from_plain import check_module, mesh_of
@@ -47,7 +48,7 @@ SENT = "_dtensor_sent"
 
 def distribute_model(
     model: Model,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | None = None,
     placements: Mapping[str, Placements] | Plan | Literal["model", "auto"] | None = None,
     *,
     batch: Any = None,
@@ -171,7 +172,7 @@ def distribute_model(
     return model
 
 
-def _by_word(word: str, model: nn.Module, mesh: Any, batch: Any) -> Mapping[str, Placements] | Plan:
+def _by_word(word: str, model: nn.Module, mesh: DeviceMesh, batch: Any) -> Mapping[str, Placements] | Plan:
     if word == "model":
         return placements_of_plan(model, mesh)
     if word not in FINDERS:
@@ -198,7 +199,7 @@ class _View:
 
     def __init__(
         self,
-        mesh: Any,
+        mesh: DeviceMesh,
         inputs: Mapping[str, Sequence[Placement]],
         others: Sequence[Placement],
         outputs: Sequence[Placement] | None,
@@ -313,7 +314,7 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
     return p.redistribute(placements=placements, grad_placements=p.placements, backward_dtype=sent)
 
 
-def _move_at_borders(module: nn.Module, mesh: Any, borders: Mapping[str, Activation]) -> None:
+def _move_at_borders(module: nn.Module, mesh: DeviceMesh, borders: Mapping[str, Activation]) -> None:
     """Move the first tensor that a module takes, or that it returns, as a plan says."""
 
     def move(which: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -352,7 +353,7 @@ class _Leaving(torch.autograd.Function):
     """A replicated plain tensor as a DTensor, so that its gradient is one too."""
 
     @staticmethod
-    def forward(x: torch.Tensor, mesh: Any) -> DTensor:
+    def forward(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
         return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
 
     @staticmethod

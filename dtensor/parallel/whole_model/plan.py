@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import PlacementError
+from ...errors import MeshError, PlacementError
 from ...layout.placements import Placement, Replicate, Shard, parsed
-from ...mesh.files import write_whole
+from ...program.files import write_whole
 from .inputs import arguments_of, entry_of, is_by_name, mapped_arguments, parameter_names
 from .prediction import Prediction, amount, duration, summary
 
@@ -147,7 +148,7 @@ class Plan:
                 f"{path} is not a plan: {error}; write one with Plan.save, as dtensor.search does"
             ) from error
 
-    def part(self, inputs: Any, mesh: Any, model: nn.Module | None = None) -> Any:
+    def part(self, inputs: Any, mesh: DeviceMesh, model: nn.Module | None = None) -> Any:
         """Return this rank's part of inputs that hold the whole batch, in memory of its own.
 
         Args:
@@ -160,8 +161,12 @@ class Plan:
         Raises:
             PlacementError: the mesh has other axes than the plan; names of arguments are needed; or the plan places
                 other arguments.
+            MeshError: this rank is not in the mesh.
         """
         check_mesh(self, mesh)
+        at = mesh.get_coordinate()
+        if at is None:
+            raise MeshError(f"this rank is not in {mesh}, so no part is its own; call part on the ranks of the mesh")
         names = () if model is None else parameter_names(model.forward)
         if is_by_name(self.inputs) and model is None and not isinstance(inputs, Mapping):
             raise PlacementError(
@@ -174,10 +179,10 @@ class Plan:
         def own(x: torch.Tensor, name: str) -> torch.Tensor:
             met.append(name)
             axes, whole = self.input(name), x
-            for axis, at in zip(mesh.mesh_dim_names, mesh.get_coordinate()):
+            for axis, i in zip(mesh.mesh_dim_names or (), at):
                 p = axes.get(axis)
                 if isinstance(p, Shard) and p.dim < x.dim():
-                    x = x.tensor_split(self.mesh[axis], p.dim)[at]
+                    x = x.tensor_split(self.mesh[axis], p.dim)[i]
             # Not a view, whose offset in the batch's memory would lead ranks to compile at different times.
             return x if x is whole else x.clone(memory_format=torch.contiguous_format)
 
@@ -271,7 +276,7 @@ def _parsed(axes: Mapping[str, str]) -> Axes:
     return {axis: given[0] for axis, given in found.items()}
 
 
-def check_mesh(plan: Plan, mesh: Any) -> None:
+def check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
     """Raise PlacementError if a mesh has other axes than the plan."""
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape))
     if sizes != plan.mesh:
@@ -345,7 +350,7 @@ def modules_of(plan: Plan, names: Sequence[str]) -> dict[str, dict[str, Activati
     return found
 
 
-def on_axes(axes: Axes, mesh: Any) -> list[Placement]:
+def on_axes(axes: Axes, mesh: DeviceMesh) -> list[Placement]:
     """One placement for each axis of a mesh with named axes."""
     return [axes.get(name, Replicate()) for name in mesh.mesh_dim_names or ()]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import PlacementError
 from ...layout.placements import Placement, Replicate, Shard
@@ -43,7 +44,7 @@ STYLES: dict[str, Callable[[torch.Tensor, str], Placement]] = {
 """Style -> function from a parameter and its name within the module to its placement."""
 
 
-def placements_of_plan(model: nn.Module, mesh: Any) -> dict[str, list[Placement]]:
+def placements_of_plan(model: nn.Module, mesh: DeviceMesh) -> dict[str, list[Placement]]:
     """Parameter name -> placements, one per mesh axis, from the model's own `tp_plan`.
 
     Raises:
@@ -77,7 +78,7 @@ def _placed(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, Pl
                 break
 
 
-def _axis(mesh: Any) -> int:
+def _axis(mesh: DeviceMesh) -> int:
     names = mesh.mesh_dim_names or ()
     if mesh.ndim > 1 and "tp" not in names:
         raise PlacementError(

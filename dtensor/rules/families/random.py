@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.collectives import emit
 from ...comm.redistribute import redistribute_local
@@ -25,7 +26,7 @@ from ..plan import signature
 from ..sampling import BLOCK, sample
 
 
-def keep_shard(x: torch.Tensor, layout: Layout, mesh: Any) -> torch.Tensor:
+def keep_shard(x: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's shard of the global tensor `x`."""
     for dim, axes in enumerate(layout.dims):
         for axis in axes:

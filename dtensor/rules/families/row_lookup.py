@@ -11,13 +11,14 @@ the graph, and nothing waits for the device.
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.collectives import emit
 from ...mesh.local_sizes import local_length
 from ...mesh.mesh import group_name
 
 
-def first_row(size: Any, axes: tuple[int, ...], mesh: Any, device: Any) -> torch.Tensor:
+def first_row(size: Any, axes: tuple[int, ...], mesh: DeviceMesh, device: Any) -> torch.Tensor:
     """Index of this rank's first row if `size` rows are sharded over `axes` in turn: an int64 tensor of one element."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for axis in axes:
@@ -31,7 +32,7 @@ def first_row(size: Any, axes: tuple[int, ...], mesh: Any, device: Any) -> torch
 
 
 def own_rows(
-    index: torch.Tensor, size: Any, own: Any, axes: tuple[int, ...], mesh: Any
+    index: torch.Tensor, size: Any, own: Any, axes: tuple[int, ...], mesh: DeviceMesh
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Map `index`, into `size` rows, to this rank's `own` rows (at least one); also return which indices are its own.
 

@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.fx import GraphModule
 
-from ...mesh.source_lines import is_users
+from ...program.source_lines import is_users
 from ...torch_private.core import MODULE_CALL, autograd_node, next_sequence_number
 
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, CHECK = "forward", "backward", "recompute", "optimizer", "check"

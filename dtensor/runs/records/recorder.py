@@ -33,9 +33,10 @@ from ...comm.pending_tensor import Pending
 from ...comm.redistribute import watchers
 from ...errors import ArgumentError, ArgumentTypeError, CallOrderError, PlacementError
 from ...layout.layout import Layout
-from ...mesh import environment, provenance
+from ...mesh import provenance
 from ...mesh.mesh import mesh_shape
 from ...mesh.tensor_spec import Spec
+from ...program import environment
 from ...tensor.tensor import DTensor
 from ...tensor.torch_dtensor import is_torch_dtensor, layout_of
 from ...torch_private.compiling import forget_compiled

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from ...errors import RecordError
-from ...mesh.files import write_whole
+from ...program.files import write_whole
 from .events import COLLECTIVE, Event
 
 TRACE = "trace.json"

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...comm import profiled
 from ...errors import ArgumentError, ArgumentTypeError, CallOrderError
-from ...mesh.files import write_whole
+from ...program.files import write_whole
 from ..records.recorder import rank_and_world
 from ..records.storage import refuse_earlier
 from .eager import namer, noting_places

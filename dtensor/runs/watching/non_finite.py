@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...mesh.job import job
-from ...mesh.source_lines import is_users
+from ...job.job import job
+from ...program.source_lines import is_users
 from ...tensor.tensor import DTensor
 from ...torch_private.core import (
     FakeTensor,

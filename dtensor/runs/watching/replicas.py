@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ...comm.from_plain import mesh_of
 from ...comm.pending_tensor import waited
 from ...errors import ArgumentError, ArgumentTypeError, MeshError
-from ...mesh.groups import group_ranks
+from ...job.groups import group_ranks
 from ...mesh.mesh import default_group, group_between
 from ...parallel.fsdp.unit import members
 from ...tensor.tensor import DTensor
@@ -60,7 +61,7 @@ class Place(NamedTuple):
     ranks: tuple[int, ...]
     kind: Hashable
     text: str = ""
-    mesh: Any = None
+    mesh: DeviceMesh | None = None
     axes: tuple[str, ...] = ()
 
 
@@ -116,8 +117,8 @@ class Scope:
         group: The name of their process group; None if there are no others.
     """
 
-    def __init__(self, mesh: Any = None) -> None:
-        self.mesh: Any = None if mesh is None else mesh_of(mesh)
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.mesh: DeviceMesh | None = None if mesh is None else mesh_of(mesh)
         self.group: str | None = None
         self._places: dict[Any, Place] = {}
         self.rank: int = 0
@@ -175,14 +176,14 @@ class Scope:
         replicated = tuple([axis for axis, p in enumerate(x.placements) if p.is_replicate()])
         return self.over(mesh, replicated, self.mesh)._replace(text="".join(map(str, x.placements)))
 
-    def over(self, mesh: Any, replicated: tuple[int, ...], within: Any = None) -> Place:
+    def over(self, mesh: DeviceMesh, replicated: tuple[int, ...], within: Any = None) -> Place:
         """The place of what is the same along the given axes of a mesh, and along those that only `within` has."""
         key = (mesh, replicated, within)
         if key not in self._places:
             self._places[key] = self._found(mesh, replicated, within)
         return self._places[key]
 
-    def _found(self, mesh: Any, replicated: tuple[int, ...], within: Any) -> Place:
+    def _found(self, mesh: DeviceMesh, replicated: tuple[int, ...], within: Any) -> Place:
         names = tuple(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
         axes = tuple([names[axis] for axis in replicated])
         other = tuple([name for name in names if name not in axes])
@@ -197,7 +198,7 @@ class Scope:
         return Place(tuple(sorted(set(found) & set(self.ranks))), (mesh, axes), mesh=mesh, axes=axes)
 
 
-def _is_part(mesh: Any, whole: Any) -> bool:
+def _is_part(mesh: DeviceMesh, whole: Any) -> bool:
     """Whether `mesh` is a slice along axes of `whole`."""
     if root_mesh(mesh) != root_mesh(whole) or not mesh.mesh_dim_names:
         return False
@@ -380,8 +381,8 @@ def _data_axes(model: nn.Module) -> dict[str, tuple[int, ...]]:
         for name in member.how if member.unit.local else ():
             p: Any = module._parameters[name]
             data, mesh = member.unit.mesh, p.device_mesh
-            known = list(mesh.mesh_dim_names or ())
-            axes = range(mesh.ndim) if mesh == data else map(known.index, data.mesh_dim_names)
+            known: list[str] = list(mesh.mesh_dim_names or ())
+            axes = range(mesh.ndim) if mesh == data else map(known.index, data.mesh_dim_names or ())
             found[f"{names[id(module)]}.{name}".lstrip(".")] = tuple(axes)
     return found
 

@@ -16,10 +16,11 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ...errors import ArgumentError, ArgumentTypeError, ReplicaError, shown
-from ...mesh.job import failure_told, job
+from ...job.job import failure_told, job
 from ...torch_private.core import disable_current_modes
 from .checksums import checksum, is_spoilt
 from .differences import Search, spoilt_text
@@ -38,7 +39,7 @@ def watch(
     nan: bool = False,
     skip: str | Sequence[str] = (),
     rng: bool | None = None,
-    mesh: Any = None,
+    mesh: DeviceMesh | None = None,
 ) -> "Watch":
     """Compares, while a model is trained, what ranks should hold alike: parameters, optimizer state, generators.
 

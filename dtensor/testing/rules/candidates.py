@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...comm.collectives import emit
 from ...dispatch.decision import call_of, carry_out
@@ -162,7 +162,7 @@ def layout_of(state: State, ndim: int) -> Layout:
     return base.moved(0, dim=state) if isinstance(state, int) else base.moved(0, reduce_op=state)
 
 
-def placed(case: Case, mesh: Any, states: Any, pieces: Any) -> tuple[Any, Any]:
+def placed(case: Case, mesh: DeviceMesh, states: Any, pieces: Any) -> tuple[Any, Any]:
     """Return the arguments of the case with DTensors in place of operands; those of state "plain" stay as they are."""
     supply = iter(zip(tensors((case.args, case.kwargs)), states, pieces))
 
@@ -200,7 +200,7 @@ class _Counting:
 
 
 def run_candidate(
-    case: Case, mesh: Any, candidate: Candidate, pieces: Any, counting: "_Counting"
+    case: Case, mesh: DeviceMesh, candidate: Candidate, pieces: Any, counting: "_Counting"
 ) -> list[torch.Tensor | None]:
     """Run the call as `candidate` and return the local outputs of this rank."""
     args, kwargs = placed(case, mesh, candidate.inputs, pieces)

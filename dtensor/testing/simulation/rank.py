@@ -24,8 +24,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import ArgumentTypeError
-from ...mesh.job import job, leave
-from ...mesh.source_lines import is_users
+from ...job.job import job, leave
+from ...program.source_lines import is_users
 from ...tensor.tensor import DTensor
 from ...torch_private.compiling import leave_guards_untimed
 from ..child import STACKS_SIGNAL, Failure, Surroundings, received

@@ -2,7 +2,7 @@
 
 A call ends in one of three ways: every rank returned; every rank failed in the same place, and all of them live on; or
 one failed alone, died, was too slow or was interrupted, and all are ended. There is no fourth: a rank that waits in a
-collective for one that has answered already is told so by the job (`dtensor.mesh.waits`), and fails.
+collective for one that has answered already is told so by the job (`dtensor.job.waits`), and fails.
 """
 
 import contextlib

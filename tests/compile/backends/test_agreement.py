@@ -12,10 +12,10 @@ from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 
-import dtensor.mesh.job
+import dtensor.job.job
 from dtensor import AgreementError, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.comm.agreement import dumps
-from dtensor.mesh.collective_order import alike, difference, eager
+from dtensor.job.collective_order import alike, difference, eager
 from dtensor.parallel import fully_shard
 from dtensor.testing import fake_ranks, run_ranks, with_ranks
 from dtensor.testing.processes import TIMEOUT
@@ -171,14 +171,14 @@ def test_a_rank_that_comes_late_to_another_mesh_is_waited_for(rank):
         return x.redistribute(placements=[Replicate()] * 2) * 2
 
     f, g = compiled(gathered), compiled(lambda y: gathered(y))
-    before = dtensor.mesh.job.PATIENCE, dtensor.mesh.job.PULSE
-    dtensor.mesh.job.PATIENCE, dtensor.mesh.job.PULSE = 0.2, 0.1
+    before = dtensor.job.job.PATIENCE, dtensor.job.job.PULSE
+    dtensor.job.job.PATIENCE, dtensor.job.job.PULSE = 0.2, 0.1
     try:
         f(x)
         time.sleep(2 if rank == 1 else 0)
         assert g(y).to_local().tolist() == [2.0] * 6
     finally:
-        dtensor.mesh.job.PATIENCE, dtensor.mesh.job.PULSE = before
+        dtensor.job.job.PATIENCE, dtensor.job.job.PULSE = before
 
 
 def reduced_by(rank, folder, *jobs):

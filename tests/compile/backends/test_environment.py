@@ -9,7 +9,7 @@ from torch._inductor.utils import fresh_cache
 from dtensor import Replicate, Shard, distribute_tensor
 from dtensor.compile import Options, statistics
 from dtensor.dispatch import strictness
-from dtensor.mesh import environment
+from dtensor.program import environment
 from dtensor.tensor import compile_hooks as hooks
 
 S0, S1 = Shard(0), Shard(1)

@@ -10,8 +10,8 @@ import torch
 from dtensor.compile import Options
 from dtensor.compile.bisect import bisect
 from dtensor.compile.bisect.runs import RunFailed
-from dtensor.mesh import environment
 from dtensor.passes import REGISTERED
+from dtensor.program import environment
 from tests.interpreter import python
 
 NAMES = [p.name for p in REGISTERED if not p.required]

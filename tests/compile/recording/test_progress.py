@@ -14,7 +14,7 @@ import dtensor.compile
 from dtensor import distribute_tensor
 from dtensor.compile.recording import progress
 from dtensor.layout.placements import Replicate, Shard
-from dtensor.mesh import stages
+from dtensor.program import stages
 from dtensor.torch_private import phases
 
 TRACED = {"tracing", "passes", "generating code", "compiling kernels"}

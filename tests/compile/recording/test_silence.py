@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from dtensor import Checkpoints, Shard, distribute_tensor, init_device_mesh
-from dtensor.mesh import job, stages
+from dtensor.job import job
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dtensor.passes import Lower
+from dtensor.program import stages
 from dtensor.state import files
 from dtensor.testing import run_ranks
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dtensor import AgreementError, Replicate, Shard, init_device_mesh
-from dtensor.mesh.job import job
+from dtensor.job.job import job
 from dtensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtensor
 from dtensor import AgreementError, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.mesh.job import job
+from dtensor.job.job import job
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dtensor.testing import Transformer, with_ranks
 from dtensor.testing.models import ModelArgs
@@ -212,7 +212,7 @@ def test_ranks_that_wait_for_the_one_that_raises_are_told(rank):
     x = distribute_tensor(torch.tensor([1.0, -1.0]), mesh, [Shard(0)])
     begin = time.monotonic()
     with (
-        mock.patch("dtensor.mesh.job.PATIENCE", 1.0),
+        mock.patch("dtensor.job.job.PATIENCE", 1.0),
         dtensor.watch(Net(nn.Tanh()), nan=True),
         pytest.raises((FloatingPointError, AgreementError)) as found,
     ):

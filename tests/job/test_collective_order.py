@@ -4,7 +4,7 @@ import zlib
 
 import pytest
 
-from dtensor.mesh.collective_order import alike, difference, mark, said
+from dtensor.job.collective_order import alike, difference, mark, said
 
 SUM, MAX = ("all_reduce sum of float32[4, 8]", "a.py:1"), ("all_reduce max of float32[4, 8]", "a.py:2")
 OPEN = ("all_reduce sum of float32[?, 8]", "b.py:3")

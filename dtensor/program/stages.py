@@ -1,7 +1,7 @@
 """What a program is at that takes long, told to whoever waits for it: a line every few seconds, on every rank.
 
 Code that may last enters `with Stage("loading the checkpoint of step 100"):`. Stages nest, and a thread of this process
-writes what its threads are in, how long each stage has lasted, and for whom the rank waits (`dtensor.mesh.job`):
+writes what its threads are in, how long each stage has lasted, and for whom the rank waits (`dtensor.job.job`):
 
     12:03:05 dtensor, rank 1: demo (21 s): sharded, compiled: step 1 of 30 (9 s): compiling loss (8 s): joint graph
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch._dynamo.exc import RestartAnalysis, TensorifyScalarRestartAnalysis
 
 from dtensor import AgreementError, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.mesh.collective_order import alike, mark
-from dtensor.mesh.groups import all_calls, calls_on
-from dtensor.mesh.job import explain, failure_told, job, leave
+from dtensor.job.collective_order import alike, mark
+from dtensor.job.groups import all_calls, calls_on
+from dtensor.job.job import explain, failure_told, job, leave
 from dtensor.testing import fake_ranks, with_ranks
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtensor.mesh.collective_order import Order, text
-from dtensor.mesh.elastic import state_of, this_process
-from dtensor.mesh.waits import State, Waiting, in_vain, missing, mixed_up
+from dtensor.job.collective_order import Order, text
+from dtensor.job.elastic import state_of, this_process
+from dtensor.job.waits import State, Waiting, in_vain, missing, mixed_up
 
 SUM, GATHER = "all_reduce(sum) of float32[]", "all_gather(0, 8) of float32[…]"
 

@@ -1,7 +1,7 @@
 """The sequence of collectives on a process group, of a graph and of eager code, and how ranks compare theirs.
 
 Every rank of a group begins the same eager collectives in the same order. The program only counts them and notes their
-arguments (`Order.begin`, one to two microseconds); the thread of the job (`dtensor.mesh.job`) turns the notes into text
+arguments (`Order.begin`, one to two microseconds); the thread of the job (`dtensor.job.job`) turns the notes into text
 and checksums and compares them with those of other ranks.
 """
 

@@ -21,7 +21,7 @@ ended, so that torchrun starts it anew.
 
 Keys in the store, of this round of the job only (`elastic`), under `dtensor/job/`:
 
-    alive/{rank}     what the rank does (`dtensor.mesh.waits.State`), with a number that grows; ENDED when it ends
+    alive/{rank}     what the rank does (`dtensor.job.waits.State`), with a number that grows; ENDED when it ends
     process/{rank}   a name of its process, by which ranks on the same host see whether it runs
     failures         number of failures
     raised/{k}       how many ranks raised the k-th failure by themselves
@@ -47,12 +47,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import AgreementError
+from ..program.stages import now, waits
 from ..torch_private.compiling import is_compiling
 from ..torch_private.core import break_connections, cloned_store, default_store
 from .collective_order import alike, difference, eager, text
 from .elastic import end, own_keys, state_of, this_process, under_torchrun
 from .groups import all_calls
-from .stages import now, waits
 from .waits import (
     ADVICE,
     Look,

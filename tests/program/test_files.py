@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from dtensor.mesh.files import write_whole
+from dtensor.program.files import write_whole
 
 
 def test_files_are_whole_or_not_there(tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ import types
 
 import pytest
 
-from dtensor.mesh import stages
-from dtensor.mesh.stages import Stage
+from dtensor.program import stages
+from dtensor.program.stages import Stage
 
 
 def until(holds):

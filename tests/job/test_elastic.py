@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from dtensor import AgreementError, init_device_mesh
-from dtensor.mesh import elastic
-from dtensor.mesh.elastic import agreed_round
-from dtensor.mesh.job import job, leave
+from dtensor.job import elastic
+from dtensor.job.elastic import agreed_round
+from dtensor.job.job import job, leave
 from dtensor.testing import with_ranks
 from dtensor.torch_private.core import default_store
 
@@ -99,7 +99,7 @@ def test_what_a_rank_starts_is_no_rank(monkeypatch):
     """It may go on when the rank has ended, such as an evaluation that is started beside a training run."""
     monkeypatch.setattr(elastic, "_launcher", os.getpid())
     assert elastic._is_rank()  # started by a process that is none
-    asks = [sys.executable, "-W", "ignore", "-c", "from dtensor.mesh import elastic; print(elastic._is_rank())"]
+    asks = [sys.executable, "-W", "ignore", "-c", "from dtensor.job import elastic; print(elastic._is_rank())"]
     starts = [sys.executable, "-c", f"import subprocess; subprocess.run({asks!r}, check=True)"]
     environment = {**os.environ, elastic.RUN: "job"}
     assert subprocess.check_output(starts, env=environment, text=True, timeout=120).strip() == "False"

@@ -12,7 +12,7 @@ unset or empty has no effect. Switches are 0 or 1; lists are separated by commas
     DTENSOR_SPLIT_BATCH=2            split a batch into this many microbatches; one computes while another communicates
     DTENSOR_AGREEMENT=0              run graphs without comparing their collectives with those of the other ranks
 
-DTENSOR_PROGRESS=0 says nothing of what takes long (`dtensor.mesh.stages`); 1 writes lines of all ranks on a terminal.
+DTENSOR_PROGRESS=0 says nothing of what takes long (`dtensor.program.stages`); 1 writes all ranks' lines on a terminal.
 DTENSOR_SHARE_COMPILES=0 lets every rank of a job compile for itself, where one would compile for all with equal graphs.
 
 Two more are for finding out who is to blame (`dtensor.compile.bisect`). They are read at import, and hold for all that

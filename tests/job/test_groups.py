@@ -1,7 +1,7 @@
 """Names of process groups."""
 
 from dtensor import init_device_mesh
-from dtensor.mesh.groups import group_rank
+from dtensor.job.groups import group_rank
 from dtensor.mesh.mesh import facts
 from dtensor.testing import run_threads
 from dtensor.torch_private.core import is_registered, names_of_this_rank, resolve_process_group

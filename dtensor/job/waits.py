@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .source_lines import is_users
+from ..program.source_lines import is_users
 
 _TORCH = Path(torch.__path__[0])
 _DISTRIBUTED = f"{_TORCH}/distributed/"
@@ -64,11 +64,11 @@ class State:
         late: Seconds by which this and recent signs were late.
         failures: Number of the job's failures that the rank has raised.
         place: Line of the user's program that runs, "file.py:12"; "" if there is none.
-        stage: What it is at that may take long (`dtensor.mesh.stages`), with seconds; "" if it is at nothing such.
+        stage: What it is at that may take long (`dtensor.program.stages`), with seconds; "" if it is at nothing such.
         stuck: Seconds for which the rank has been at the same place.
         waits: What it waits in; None if it computes.
         groups: Name of a group -> the ranks of the group, the numbers of eager collectives and of graphs begun, and
-            checksums (`dtensor.mesh.collective_order.Order`).
+            checksums (`dtensor.job.collective_order.Order`).
         ended: Whether the rank has ended its program; all else is then unknown.
     """
 
