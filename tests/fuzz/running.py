@@ -13,6 +13,7 @@ from torch import nn
 
 from dtensor import DTensor, Shard, init_device_mesh
 from dtensor.compile.backends.compare_ranks import Collectives, overheard
+from dtensor.job.groups import calls_on
 from dtensor.mesh.caches import clear_caches
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, fully_shard, parallelize_module
 from dtensor.parallel.modules.distribute_module import distribute_module, distribute_parameter
