@@ -7,7 +7,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..graph import ir, steps
-from ..stages import Pass
+from ..stages import MARKED, Compilation, Pass
 
 aten: Any = torch.ops.aten
 
@@ -38,9 +38,12 @@ class CopyWritten(Pass):
     name = "copy_written"
     stage = "divide"
     exactness = "bitwise"
-    when = "always"
+    when = "where there is a backward"
     required = "the backward would read an input after it was written to"
     anywhere = True
+
+    def taking(self, compilation: Compilation) -> Pass | None:
+        return self if compilation.graph == MARKED else None
 
     def __call__(self, graph: fx.Graph) -> int:
         count = 0

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dtensor.comm.collectives import KEPT
 
 from ..graph import groups, ir, sizes
-from ..stages import Compilation, Pass
+from ..stages import MARKED, Compilation, Pass
 
 aten: Any = ir.aten
 
@@ -62,7 +62,7 @@ class Regather(Pass):
         self.held: Any = held
 
     def taking(self, compilation: Compilation) -> Pass | None:
-        return Regather(compilation.memory_budget)
+        return Regather(compilation.memory_budget) if compilation.graph == MARKED else None
 
     def __call__(self, graph: fx.Graph) -> int:
         found = [node for node in ir.calls(graph, "all_gather") if _is_open(node)]

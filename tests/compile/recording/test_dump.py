@@ -26,6 +26,7 @@ TRAINED = {
     "02_joint.01_cancel_gather_shard.txt",
     "03_forward.00_input.txt",
     "03_forward.01_lower.txt",
+    "03_forward.02_agree.txt",
     "03_forward.inner.txt",
     "04_backward.00_input.txt",
     "04_backward.inner.txt",
@@ -68,7 +69,7 @@ def test_option(mesh, tmp_path):
     found = frames(tmp_path)
     assert list(found) == ["000_there_and_back", "001_there_and_back", "002_there_and_back"]
     assert found["000_there_and_back"] == found["001_there_and_back"] == ALWAYS | TRAINED
-    inference = {"03_inference.00_input.txt", "03_inference.01_lower.txt", "03_inference.inner.txt"}
+    inference = {f"03_inference.{stage}.txt" for stage in ("00_input", "01_lower", "02_agree", "inner")}
     assert found["002_there_and_back"] == ALWAYS | inference | {"recompiled.txt"}
     first = tmp_path / "rank0" / "000_there_and_back"
     lines = calls(first / "02_joint.00_input.txt")
