@@ -13,7 +13,6 @@ from ..call import Call, LocalCall
 from ..local_calls import guarded, parts
 from ..notation import LibraryRule, Rule
 
-
 NORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "native_layer_norm": ("...N,N,N->...N,...N,...N", {}),
     "native_layer_norm_backward": (
