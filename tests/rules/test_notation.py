@@ -91,11 +91,10 @@ def test_numbers_are_no_operands():
 def test_an_empty_tensor_may_stand_for_none():
     """As an argument, such as statistics that are not used, and as a result that a kernel does not have."""
     x, w, none = f(5, 4), f(4), f(0)
+    rest = (w, w, w, none, none, False, 1e-5, [True] * 3, none)
     text = "nc,nc,c,c,c,c,c,1->nc,c,c"
-    rule = bound(
-        c(aten.batch_norm_backward.default, x, x, w, w, w, w, none, True, 1e-5, [True] * 3, none), text, reduce="n"
-    )
-    assert [d == ((),) for d in rule.inputs] == [False] * 6 + [True] * 2
+    rule = bound(c(aten.batch_norm_backward.default, x, x, *rest), text, reduce="n")
+    assert [d == ((),) for d in rule.inputs] == [False] * 5 + [True] * 3
     rule = bound(c(aten.native_batch_norm.default, x, w, w, w, w, False, 0.1, 1e-5), "nc,c,c,c,c->nc,c,c", blocked="n")
     assert rule.outputs == ((("n",), ("c",)), ((),), ((),))
     assert rule.whole == {1, 2}
