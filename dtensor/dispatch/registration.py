@@ -20,7 +20,7 @@ from ..rules import RULES, Call
 from ..rules import Rule as EngineRule
 from ..rules.bind import bind
 from ..rules.call import RuleFunction, argument
-from ..rules.notation import Rule
+from ..rules.notation import Argument, Rule
 from ..rules.plan import check_schema
 from ..torch_private.core import OpOverload, overloads_of
 from . import dispatch
@@ -60,9 +60,10 @@ def register_sharding(
     rule: str | Rule,
     *,
     reduce: str | Mapping[str, str] = ...,
-    linear: str | Sequence[str | Sequence[str]] = ...,
-    added: str | Sequence[str] = ...,
+    linear: Argument | Sequence[Argument | Sequence[Argument]] = ...,
+    added: Argument | Sequence[Argument] = ...,
     blocked: str | Iterable[str] = ...,
+    sizes: Mapping[str, Any] = ...,
 ) -> None: ...
 def register_sharding(op: Any, rule: Any = _BY_FUNCTION, **options: Any) -> Any:
     """Give an operator a sharding rule, or replace the rule it has.

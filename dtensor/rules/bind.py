@@ -92,7 +92,7 @@ def _measured(
                 elif k < count and (same_size(size, 1) or same_size(known, 1)):
                     exact = False
                     sizes[f] = known if same_size(size, 1) else size
-                elif differ(known, size):
+                elif wrong is None and differ(known, size):
                     wrong = _mismatch(rule, kind, k, dim, f, known, size)
         if wrong is not None:
             if tuple(tensor.shape) != (0,):

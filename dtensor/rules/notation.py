@@ -97,7 +97,7 @@ class Rule:
     linear: Argument | Sequence[Argument | Sequence[Argument]] = field(default=(), kw_only=True)
     added: Argument | Sequence[Argument] = field(default=(), kw_only=True)
     blocked: str | Iterable[str] = field(default="", kw_only=True)
-    sizes: Mapping[str, Any] = field(default_factory=dict[str, Any], kw_only=True)
+    sizes: Mapping[str, Any] = field(default_factory=dict[str, Any], kw_only=True, hash=False)
     parsed: Text = field(init=False, repr=False, compare=False)
     reductions: Mapping[str, str] = field(init=False, repr=False, compare=False)
     groups: tuple[tuple[Argument, ...], ...] = field(init=False, repr=False, compare=False)

@@ -11,18 +11,18 @@ from typing import Any
 from ..bind import rule_for, rule_table
 from ..call import Call, LocalCall
 from ..local_calls import guarded, parts
-from ..notation import LibraryRule, Rule
+from ..notation import LETTERS, LibraryRule, Rule
 
 NORMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "native_layer_norm": ("...N,N,N->...N,...N,...N", {}),
+    "native_layer_norm": ("...N,N,N->...N,...O,...O", {}),
     "native_layer_norm_backward": (
-        "...N,...N,...N,...N,N,N->...N,N,N",
+        "...N,...N,...O,...O,N,N->...N,N,N",
         {"reduce": "...", "linear": 0, "unread": "bias", "home": {1: "weight", 2: "bias"}},
     ),
-    "_fused_rms_norm": ("...N,N->...N,...N", {}),
-    "_fused_rms_norm_backward": ("...N,...N,...N,N->...N,N", {"reduce": "...", "linear": 0, "home": {1: "weight"}}),
+    "_fused_rms_norm": ("...N,N->...N,...O", {}),
+    "_fused_rms_norm_backward": ("...N,...N,...O,N->...N,N", {"reduce": "...", "linear": 0, "home": {1: "weight"}}),
 }
-"""Operator -> its text, in which N stands for the normalised dims, and options of its rule."""
+"""Operator -> its text, in which N stands for the normalised dims and O for dims of length 1; options of its rule."""
 
 
 @rule_for(*NORMS)
@@ -32,8 +32,8 @@ def norm(call: Call) -> Rule:
 
 @cache
 def _norm(name: str, dims: int) -> Rule:
-    text, options = NORMS[name]
-    return LibraryRule(text.replace("N", "1" * dims), **options)
+    (text, options), blocked = NORMS[name], LETTERS[:dims]
+    return LibraryRule(text.replace("N", blocked).replace("O", "1" * dims), blocked=blocked, **options)
 
 
 def _local_groups(call: LocalCall) -> Any:

@@ -135,7 +135,7 @@ POINTWISE = [
 
 
 def elementwise(call: Call, result: str = "...") -> str:
-    """The text of an operator whose arguments have the same dims, up to broadcasting, and whose results are `result`."""
+    """The text of an operator whose arguments have the same dims, up to broadcasting, and results `result`."""
     arguments = ["..."] * len(signature(call.func).arguments)
     return f"{','.join(arguments)}->{','.join([result] * max(signature(call.func).returns, 1))}"
 

@@ -81,10 +81,7 @@ def unfold(call: Call) -> Rule:
 def _part(call: Call, shape: tuple[Any, ...]) -> tuple[str, str]:
     """The terms of a tensor of `shape` of which only a part is written, and of that part."""
     name, ndim = call.name.rpartition("_")[0], len(shape)
-    if name == "diagonal":
-        over = {call["dim1"] % ndim, call["dim2"] % ndim}
-    else:
-        over = {call["dim"] % ndim}
+    over = {call[dim] % ndim for dim in (("dim1", "dim2") if name == "diagonal" else ("dim",))}
     if name == "slice" and same_size(call.operands[-1].shape[min(over)], shape[min(over)]):
         over = set[int]()
     full = "".join(["1" if i in over else f for i, f in enumerate(LETTERS[:ndim])])
