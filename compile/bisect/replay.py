@@ -11,8 +11,8 @@ from torch import fx
 from dtensor.comm import collectives
 from dtensor.comm.start_collectives import OVER_GLOO
 from dtensor.errors import PassError
-from dtensor.layout.cost import Link, Network
 from dtensor.passes import PIPELINE, MeshGroups, Pass, Simulation, SplitBatch, text, verify
+from dtensor.prices.links import Link, Network
 from dtensor.testing import fake_ranks
 
 from .judging import Problem, Reference, Suspect

@@ -20,8 +20,8 @@ import torch
 from dtensor.compile.packages.commands import package_command
 from dtensor.compile.reports.commands import COMMANDS
 
-from ..layout.cost import Link
-from ..mesh.links import links_path, read_links
+from ..prices.calibrated import links_path, read_links
+from ..prices.links import Link
 from ..testing import RankError
 from ..testing.rules.operators_page import operators_page
 from .calibration import BACKENDS as DEVICES

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh as unprepared
 
 import dtensor
 from dtensor import DTensor, MeshError, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.layout.cost import INTER, INTRA, Link
 from dtensor.mesh.elastic import RENDEZVOUS, SIZES
 from dtensor.mesh.groups import group_ranks
 from dtensor.mesh.mesh import facts, group_between
+from dtensor.prices.links import INTER, INTRA, Link
 from dtensor.testing import CountCollectives, with_threads
 from dtensor.torch_private.core import resolve_process_group
 

@@ -155,7 +155,9 @@ def differences(ops):
         given = [take(a) for a in (sample.input, *sample.args)]
 
         def fn(*xs, op=op, given=given, sample=sample):
-            out = op(*[xs[a[1]] if isinstance(a, tuple) and a[:1] == ("tensor",) else a for a in given], **sample.kwargs)
+            out = op(
+                *[xs[a[1]] if isinstance(a, tuple) and a[:1] == ("tensor",) else a for a in given], **sample.kwargs
+            )
             return [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
 
         with warnings.catch_warnings():
