@@ -11,9 +11,9 @@ from torch import fx
 from dtensor.comm import collectives
 from dtensor.comm.start_collectives import OVER_GLOO
 from dtensor.errors import PassError
-from dtensor.layout.cost import Link, Network
 from dtensor.passes import REGISTERED, Compilation, MeshGroups, Pass, Simulation, text, verify
 from dtensor.passes.stages import MARKED
+from dtensor.prices.links import Link, Network
 from dtensor.testing import fake_ranks
 
 from .judging import Problem, Reference, Suspect

@@ -12,12 +12,12 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from dtensor.layout.machine import MACHINES, Machine
-from dtensor.mesh.links import links_here, links_path
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.ordered import called
 from dtensor.prices import operators
+from dtensor.prices.calibrated import links_here, links_path
 from dtensor.prices.kernels import Call, Memory, Share, shares
+from dtensor.prices.machine import MACHINES, Machine
 from dtensor.torch_private.core import tree_leaves
 from dtensor.torch_private.symbolic_sizes import hint
 

@@ -6,7 +6,7 @@ the collective. A collective that is not split into start and wait is exposed en
 processor from computation, as over gloo, that part of a collective is exposed wherever it is waited for
 (`Machine.taken`).
 
-Times come from `dtensor.layout.cost`, with the links of the known meshes, and from `estimate` for local operators.
+Times come from `dtensor.prices.links`, with the links of the known meshes, and from `estimate` for local operators.
 Memory is what this rank holds: inputs of a step stay until its end, and any other tensor is freed after its last use.
 """
 

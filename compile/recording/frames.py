@@ -19,12 +19,12 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
-from dtensor.layout.cost import Link
 from dtensor.mesh.provenance import MOVE, PASSES, TRACED, Moved
 from dtensor.passes import CollectiveInfo
 from dtensor.passes.graph import groups, ir
 from dtensor.passes.graph.count import describe
 from dtensor.passes.graph.source import FRAME, Source, module, module_class, source, tell_modules
+from dtensor.prices.links import Link
 from dtensor.torch_private.compiling import compile_context
 
 from ..estimates.formula import Formula, formula

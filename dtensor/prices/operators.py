@@ -1,4 +1,4 @@
-"""What an operator does, as prices see it: whether compilers fuse it, what it computes, and what it reads of an operand.
+"""What an operator does, as prices see it: whether compilers fuse it, what it computes, what it reads of an operand.
 
 Shapes and arguments come from whoever asks, be it a node of a graph or an operator of a tape; symbolic sizes are
 replaced by their example values before.
@@ -139,8 +139,8 @@ def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -
 
 
 def _attention(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """Half of each product is skipped if it is causal (Dao, "FlashAttention-2", 2023). The forward multiplies queries by
-    keys, and what results by values; the backward has the first of these again, and two for the gradient of each."""
+    """Operations of the products of queries by keys and of what results by values, in the backward of the first again,
+    and of two more for each. If it is causal, half of each is skipped (Dao, "FlashAttention-2", 2023)."""
     named = {a.name: value for a, value in zip(func._schema.arguments, args)} | dict(kwargs)
     query, key, value = (named[name] for name in ("query", "key", "value"))
     sent, read = query[-2], key[-2]

@@ -14,7 +14,7 @@ from torch import fx
 
 from dtensor.comm.collectives import COMMUNICATING
 from dtensor.job.groups import group_size
-from dtensor.layout import cost
+from dtensor.prices import links
 from dtensor.torch_private.symbolic_sizes import hint
 
 from . import ir, ordered
@@ -66,7 +66,7 @@ def describe(node: fx.Node) -> CollectiveInfo | None:
     c = ir.collective(node)
     if c is not None and c.op in COMMUNICATING:
         n, full = group_size(c.group), _bytes(ir.value(node if c.op == "all_gather" else c.x))
-        sent = round(cost.wire_bytes(c.op, full, n))
+        sent = round(links.wire_bytes(c.op, full, n))
         return CollectiveInfo(c.op, c.group, n, sent, c.reduce_op, c.gather_dim, c.scatter_dim)
     # If one rank compiles for all, the group is an input of the graph.
     target, args = ordered.called(node)
@@ -87,7 +87,7 @@ def _describe_start(node: fx.Node, target: Any, args: tuple[Any, ...]) -> Collec
     reduce_op = str(args[1]) if op in ("all_reduce", "reduce_scatter") else None
     gather_dim = 0 if op == "all_gather" else None
     return CollectiveInfo(
-        op, group, n, round(cost.wire_bytes(op, full, n)), reduce_op, gather_dim, 0 if op == "reduce_scatter" else None
+        op, group, n, round(links.wire_bytes(op, full, n)), reduce_op, gather_dim, 0 if op == "reduce_scatter" else None
     )
 
 

@@ -91,7 +91,7 @@ class _Start:
         wait: its wait.
         op: name of the collective that `node` calls.
         key: starts with equal keys may share a buffer.
-        size: bytes as in `cost.wire_bytes`.
+        size: bytes as in `links.wire_bytes`.
         fixed: seconds that it takes whatever the size.
         per_byte: seconds per byte of `size`.
         copy: seconds to copy it into a buffer and out again.

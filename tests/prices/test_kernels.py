@@ -1,5 +1,7 @@
 """What the kernels of a sequence of operators read and write."""
 
+from itertools import pairwise
+
 import pytest
 
 from dtensor.prices.kernels import Call, shares
@@ -73,5 +75,5 @@ def test_how_far_operators_are_decomposed_does_not_matter(steps):
     """A norm as one operator costs what it does as several."""
     whole = [product(X, to=Y), fused(Y, to=Z), product(Z, to=W)]
     names = [Y, *[f"{k}" for k in range(steps - 1)], Z]
-    parts = [fused(Y, a, to=b) for a, b in zip(names, names[1:])]
+    parts = [fused(Y, a, to=b) for a, b in pairwise(names)]
     assert total([whole[0], *parts, whole[-1]], {W}) == total(whole, {W})

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dtensor import init_device_mesh, rules
-from dtensor.layout.cost import DEFAULT, seconds
 from dtensor.layout.layout import Layout
 from dtensor.mesh.tensor_spec import Spec
+from dtensor.prices.links import DEFAULT, seconds
 from dtensor.rules.call import Call, LocalCall, Output
 from dtensor.rules.choose import Choice, Weighed, choose, weigh
 from dtensor.rules.notation import Rule as Notation

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ...dispatch.decision import COMPOSITES, FOREACH, replicated
-from ...layout.cost import Network
-from ...layout.cost import seconds as collective_seconds
 from ...layout.layout import Layout
-from ...layout.machine import Machine
 from ...mesh.tensor_spec import Spec
+from ...prices.links import Network
+from ...prices.links import seconds as collective_seconds
+from ...prices.machine import Machine
 from ...rules import Call, rule_of
 from ...rules.rule import Candidate, Rule, candidates
 from .states import Moves, State, bucket_bytes

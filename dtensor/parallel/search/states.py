@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 import numpy
 
-from ...layout.cost import WORK, Link, Network, seconds
 from ...layout.layout import Layout
 from ...layout.placements import Partial, Placement, Replicate, Shard
+from ...prices.links import WORK, Link, Network, seconds
 from ...rules.choose import MOVES
 
 State: TypeAlias = tuple[int | str | None, ...]
@@ -121,6 +121,7 @@ class Moves:
         self.bytes: int = prod(shape) * itemsize
         self.memory: float = memory
         self.full: tuple[float, ...] | None = full
+        self._bucketed = [_bucketed(*pair) for pair in zip(network.links, full or ())]
         self._steps: dict[Any, float] = {}
         self._ways: dict[frozenset[str], _Ways] = {}
         self._found: dict[tuple[State, State], dict[tuple[State, State], float]] = {}
@@ -146,9 +147,7 @@ class Moves:
         if op not in WORK:
             return self.network.links[axis].launch + 2 * sent / self.memory
         shared = self.full is not None and size < self.full[axis]
-        link = (
-            _bucketed(self.network.links[axis], self.full[axis]) if self.full and shared else self.network.links[axis]
-        )
+        link = self._bucketed[axis] if shared else self.network.links[axis]
         return seconds(op, sent, n, link) + 2 * self._copied(op, axis, have, to, size, shared) / self.memory
 
     def _copied(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from ....layout.cost import Network
+from ....prices.links import Network
 from ..choices import Choices
 from ..regime import Regime, on_parts
 from ..states import Moves, State, first_start

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .cost import Link
+from .links import Link
 
 
 @dataclass(frozen=True)
