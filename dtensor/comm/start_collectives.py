@@ -11,9 +11,9 @@ behind earlier data and the peer waits for it, so transfers that should go both 
 messages are longer than a socket buffer. Here, each rank first posts all its receives and then sends.
 
 The tag of a message contains its length, the mark of the graph that the rank ran last on the group, how many failures
-the rank has raised, and in eager code the number and the operator of the collective, so messages of different graphs or collectives never match: their ranks
-wait, and `dtensor.mesh.job` detects that. Gloo's own collectives have no such
-tags, so a graph that begins with one calls `meet` first.
+the rank has raised, and in eager code the number and the operator of the collective, so messages of different graphs or
+collectives never match: their ranks wait, and `dtensor.mesh.job` detects that. Gloo's own collectives have no such
+tags, so a graph that begins with one calls `meet` first, and so does the first one after a failure.
 """
 
 import functools

@@ -189,7 +189,7 @@ def other_shapes_at_fsdp(r):
 
 
 def caught_and_went_on(r):
-    """A rank that goes on after an error does not meet one that has yet to hear of it, in messages or in gloo's sums."""
+    """A rank that goes on after an error does not meet one that has yet to hear of it."""
     if r.rank == 1:
         time.sleep(2)
     for rows in (4, 4000):
