@@ -36,7 +36,7 @@ from ..mesh.operator_library import library
 from ..torch_private.core import FakeTensor, c10d, resolve_process_group, traced_into_backward
 from ..torch_private.symbolic_sizes import known_equal
 from .profiled import WAIT, is_profiled, named
-from .start_collectives import ANY_ORDER, OVER_GLOO, starts
+from .start_collectives import ANY_ORDER, OVER_GLOO, meet, starts
 from .wire_dtypes import Kernel, carried
 
 library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
@@ -165,15 +165,14 @@ reduce next, or end the process if that is longer."""
 def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
     op = "sum" if reduce_op == "avg" else reduce_op
     x = x.contiguous()
-    if (
-        not isinstance(x, FakeTensor)
-        and x.is_cpu
-        and x.nbytes * (group_size(group) - 1) <= SMALL
-        and calls_on(resolve_process_group(group)).over_gloo
-    ):
+    calls = calls_on(resolve_process_group(group)) if x.is_cpu and not isinstance(x, FakeTensor) else None
+    over_gloo = calls is not None and calls.over_gloo
+    if over_gloo and x.nbytes * (group_size(group) - 1) <= SMALL:
         y = yield OVER_GLOO.all_gather(x.view(1, -1), group_size(group), group)
         y = REDUCTIONS[op](y).view(x.shape)
     else:
+        if over_gloo and calls.restarts and not calls.eager.count:
+            meet(resolve_process_group(group))  # a rank that has yet to hear of the last failure may wait in another
         y = yield c10d.all_reduce(x, op, group)
     return y / group_size(group) if reduce_op == "avg" else y
 
@@ -228,6 +227,9 @@ def _begun(name: str, x: torch.Tensor, args: tuple[Any, ...]) -> Callable[[], to
     except StopIteration as end:
         result = end.value
         return lambda: result
+    except RuntimeError as error:  # to a rank that is gone nothing can be sent, either
+        explain(error)
+        raise
     finally:
         eager.mark = 0
     wait = None if isinstance(x, FakeTensor) else begin((name, x.dtype, x.shape, args))

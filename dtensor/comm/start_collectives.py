@@ -10,10 +10,10 @@ Its all_to_all signals a peer that it is ready to receive on the connection on w
 behind earlier data and the peer waits for it, so transfers that should go both ways at once take turns as soon as
 messages are longer than a socket buffer. Here, each rank first posts all its receives and then sends.
 
-The tag of a message contains its length, the mark of the graph that the rank ran last on the group, and in eager code
-the number and the operator of the collective, so messages of different graphs or collectives never match: their ranks
-wait, and `dtensor.job.job` detects that. Gloo's own collectives have no such
-tags, so a graph that begins with one calls `meet` first.
+The tag of a message contains its length, the mark of the graph that the rank ran last on the group, how many failures
+the rank has raised, and in eager code the number and the operator of the collective, so messages of different graphs or
+collectives never match: their ranks wait, and `dtensor.job.job` detects that. Gloo's own collectives have no such
+tags, so a graph that begins with one calls `meet` first, and so does the first one after a failure.
 """
 
 import functools
@@ -37,6 +37,9 @@ library.define(
 
 OURS = 0x40000000
 """The bit that marks our tags; those of a program's own messages are unlikely to have it. Tags have 31 bits."""
+
+
+RESTART = 0xC2B2AE35
 
 
 def _tag(mark: int, length: int) -> int:
@@ -103,7 +106,7 @@ def _started(y: torch.Tensor, into: Sequence[torch.Tensor], sent: Sequence[torch
     """Start to send `sent[r]` to each rank r and to receive from it into `into[r]`. `y` is complete after a wait."""
     group = resolve_process_group(name)
     n, rank, calls = group.size(), group.rank(), calls_on(group)
-    mark = calls.mark + calls.eager.count * 0x85EBCA6B + eager.mark
+    mark = calls.mark + calls.eager.count * 0x85EBCA6B + calls.restarts * RESTART + eager.mark
     works = [
         group.recv([into[r]], r, _tag(mark, into[r].nbytes)) for k in range(1, n) if into[r := (rank - k) % n].numel()
     ]
@@ -116,8 +119,10 @@ def _started(y: torch.Tensor, into: Sequence[torch.Tensor], sent: Sequence[torch
 
 
 def meet(group: torch.distributed.ProcessGroup) -> None:
-    """Wait until the neighbouring ranks of the group run the same graph: each sends a message tagged with its mark."""
-    n, rank, tag = group.size(), group.rank(), _tag(calls_on(group).mark, 0)
+    """Wait until the neighbouring ranks of the group run the same graph, after as many failures: each sends a message
+    tagged with its mark."""
+    calls = calls_on(group)
+    n, rank, tag = group.size(), group.rank(), _tag(calls.mark + calls.restarts * RESTART, 0)
     sent, got = torch.empty(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
     works = [group.recv([got], (rank - 1) % n, tag), group.send([sent], (rank + 1) % n, tag)]
     for work in works:

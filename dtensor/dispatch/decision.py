@@ -8,6 +8,7 @@ as one without a rule, gets a decision of another `kind`, which `multi_step` and
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.from_plain import take_from_source
-from ..errors import MeshError
+from ..errors import MeshError, OperatorError
 from ..layout.layout import Layout
 from ..mesh.local_sizes import written as written_size
 from ..mesh.tensor_spec import Spec
@@ -45,6 +46,7 @@ from ..torch_private.core import (
     detect_fake_mode,
     disable_current_modes,
     is_in_graph,
+    on_lists_sent,
     real_object,
     tree_leaves,
     tree_map,
@@ -62,6 +64,9 @@ COMPOSITES: dict[str, Callable[..., Any]] = {}
 
 FOREACH = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 """Name prefixes of the operators that work on lists of tensors, index by index."""
+
+COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
+"""Name prefixes of torch's own collectives, which DTensors are not given to."""
 
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -391,7 +396,10 @@ def check_operands(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     Raises:
         MeshError: two operands live on different meshes.
         MixedTensorError: a plain tensor may differ between ranks.
+        OperatorError: the operator is a collective of torch.
     """
+    if func._schema.name.startswith(COLLECTIVES):
+        _refuse_collective(func, (args, kwargs))
     names, plain = [a.name for a in func._schema.arguments], []
     for name, value in [*zip(names, args), *kwargs.items()]:
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -413,6 +421,20 @@ def check_operands(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
             take_from_source(item, operands[0].mesh, 0)
         elif drawn is None:
             check_global(func, name, item, operands[0].mesh)
+
+
+def _refuse_collective(what: object, given: Any) -> None:
+    """Refuse a collective of torch that was given a DTensor."""
+    held = next((x for x in tree_leaves(given) if is_dtensor(x)), None)
+    if held is not None:
+        raise OperatorError(
+            f"{what} got a DTensor, {held._spec}, and torch's collectives take plain tensors; write x.full_tensor() "
+            "for the whole value, x.redistribute(placements=[Replicate()]) to gather it or to add up a Partial(), or "
+            "give the collective this rank's part, x.to_local()"
+        )
+
+
+on_lists_sent(functools.partial(_refuse_collective, "a list of tensors for a collective"))
 
 
 def call_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Spec]) -> Call:

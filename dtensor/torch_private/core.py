@@ -415,6 +415,19 @@ def break_connections() -> None:
                         backend.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
 
 
+def on_lists_sent(check: Callable[[Any], None]) -> None:
+    """Call `check` with each list of tensors that is given to a collective: the dispatcher does not look into lists of
+    lists, so that no subclass in them hears of the call."""
+    own = distributed_c10d._check_tensor_list
+
+    @functools.wraps(own)
+    def checked(param: Any, param_name: str) -> None:
+        own(param, param_name)
+        check(param)
+
+    distributed_c10d._check_tensor_list = checked
+
+
 def default_group_timeout() -> timedelta:
     """How long a collective on the default process group may take."""
     group = _get_default_group()
@@ -655,6 +668,7 @@ __all__ = [
     "names_of_this_rank",
     "never_traced",
     "next_sequence_number",
+    "on_lists_sent",
     "operator_database",
     "operator_samples",
     "optim_foreach_types",

@@ -62,4 +62,4 @@ def test_all_ranks_end_soon(name, tmp_path):
         if says and rank not in left:
             assert processes[rank].returncode == 1, shown
             assert re.search(says, text, re.DOTALL), shown
-            assert re.search(r"alone\.py:\d+", text), shown
+            assert re.search(r"alone\.py:\d+", text) or not says.startswith("rank "), shown
