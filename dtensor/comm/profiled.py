@@ -53,11 +53,6 @@ namer: Callable[[str, torch.Tensor, tuple[Any, ...]], Described] | None = None
 """Describes an eager collective by its operator, tensor and other arguments; `dtensor.runs.traces` sets it."""
 
 
-def is_profiled() -> bool:
-    """Whether a profiler of torch records this thread."""
-    return profiler_enabled()
-
-
 def name_of(found: Described) -> str:
     """The name of a collective."""
     over = f" over {found['axis']}" if found["axis"] else ""
@@ -116,7 +111,6 @@ __all__ = [
     "Described",
     "Graph",
     "covered",
-    "is_profiled",
     "mark_graph",
     "name_of",
     "named",
