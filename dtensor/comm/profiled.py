@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import record_function
 
-from ..torch_private.core import profiler_enabled
-
 GRAPH = "dtensor graph: "
 """The beginning of the name of a mark where a compiled graph begins."""
 

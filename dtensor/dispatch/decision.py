@@ -48,6 +48,7 @@ from ..torch_private.core import (
     real_object,
     tree_leaves,
     tree_map,
+    without_frame,
 )
 from ..torch_private.own_errors import without_torch
 from .empty_ranks import is_empty_somewhere, require_parts
@@ -329,11 +330,11 @@ def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
     return held
 
 
-def _reshape(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def reshaped(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """View the shard, or copy it where its strides differ from the global ones so that no local view exists."""
     if args[1:] and isinstance(args[1], torch.dtype):
         return func(*args, **kwargs)
-    return torch.ops.aten.reshape.default(args[0], args[1] if len(args) > 1 else kwargs["size"])
+    return torch.reshape(args[0], args[1] if len(args) > 1 else kwargs["size"])
 
 
 def _resolved(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -368,7 +369,7 @@ def _called(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 _LOCAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_CONJUGATING, _called),
-    **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), _reshape),
+    **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), reshaped),
     **dict.fromkeys(("aten::_conj", "aten::_neg_view"), _resolved),
 }
 
@@ -459,7 +460,9 @@ def _outputs(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def binding_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """What is called in place of `func`, with arguments of these types, on local tensors: it is the same in less time."""
+    """What is called in place of `func` on local tensors, with arguments of these types: the same call in less time."""
+    if func._schema.name in SHAPES:
+        return without_frame(func)
     kinds = (func, *_kinds(args), *kwargs, *_kinds(kwargs.values()))
     if kinds not in _bindings:
         with without_torch(), disable_current_modes(), _fake.mode, torch.no_grad():
@@ -526,5 +529,6 @@ __all__ = [
     "is_dtensor",
     "mapped",
     "replicated",
+    "reshaped",
     "watched",
 ]

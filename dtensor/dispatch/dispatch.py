@@ -102,6 +102,11 @@ def dispatch(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: d
                 parts.append(kind)
                 parts.append(a)
                 local.append(a)
+            elif kind is list:
+                parts.append(list)
+                parts.append(len(a))
+                local.append(inner := [])
+                unusual |= _walk(a, func, parts, inner)
             else:
                 unusual |= _walk((a,), func, parts, local)
         if kwargs:
@@ -155,16 +160,13 @@ def _carry_out(prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
             held[place[-1]] = redistribution(held[place[-1]])
     for i, value in prepared.fixed:
         local[i : i + 1] = (value,)
-    if decision.local is not None:
-        made = decision.local(func, tuple(local), kwargs)
-    else:
-        made = prepared.call(*local, **kwargs)
+    made = prepared.call(*local, **kwargs) if prepared.local is None else prepared.local(func, tuple(local), kwargs)
     out = _results(decision, made, args)
-    if func.is_view:
+    if prepared.is_view:
         remember(func, args, kwargs, out, moved=bool(decision.moves), taken_apart=False)
     elif decision.written and (copies or is_traced()):
         wrote(decision.written, args, kwargs)
-    if type(made) is not Tensor:
+    if type(made[0] if decision.many else made) is not Tensor:
         mark_local(out, func, args, kwargs)
     return out
 
@@ -176,13 +178,14 @@ def _results(decision: Decision, made: Any, args: tuple[Any, ...]) -> Any:
     if decision.homes:
         made = _homed(made, decision)
     if decision.many:
-        return _wrapped(made, decision.outputs)
+        wrapped = [r if s is None else wrap(r, s) for r, s in zip(made, decision.outputs)]
+        return wrapped if isinstance(made, list) else tuple(wrapped)
     spec = decision.outputs[0] if decision.outputs else None
     return made if spec is None else wrap(made, spec)
 
 
 def _look_up(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a call that is not known yet, or that is traced, or has plain tensors or symbolic sizes among its arguments."""
+    """Run a call that is not known yet, is traced, or has plain tensors or symbolic sizes among its arguments."""
     before = last_traced_node() if provenance.keeps else None
     parts: list[Any] = [id(func)]
     local: list[Any] = []
@@ -199,8 +202,7 @@ def _look_up(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if prepared is None:
             if len(_cache) >= MOST_DECISIONS:
                 _cache.clear()
-            traced = not any(type(x) is Tensor for x in local)
-            prepared = _cache[key] = Prepared(decide(func, args, kwargs), func, args, kwargs, traced)
+            prepared = _cache[key] = Prepared(decide(func, args, kwargs), func, args, kwargs)
         if found:
             out = run(prepared.decision.on(_mesh_of((args, kwargs))), func, args, kwargs)
             mark_local(out, func, args, kwargs)
@@ -376,12 +378,6 @@ def _homed(results: Any, decision: Decision) -> Any:
     """Redistribute results to their output layouts. `strict` allows it, since they are gradients of parameters."""
     places = zip(results, decision.homes, decision.outputs)
     return tuple(r if s is None or o is None else redistribute_local(r, s, o.layout, asked=True) for r, s, o in places)
-
-
-def _wrapped(results: Any, specs: tuple[Spec | None, ...]) -> Any:
-    """Wrap several results as DTensors of their specs."""
-    wrapped = [r if s is None else wrap(r, s) for r, s in zip(results, specs)]
-    return wrapped if isinstance(results, list) else tuple(wrapped)
 
 
 def _run_and_write_back(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
 """A cached decision in the form in which it runs: nothing is looked up that follows from the decision.
 
-    decision -> where the operands are among the arguments, their redistributions, what replaces global shapes, what to call
+    decision -> which arguments are redistributed, which are fixed, and what is called
 
 `dispatch` keeps one for each key. What it holds is valid for arguments that have the same key, on plain local tensors
 as in a trace.
@@ -9,11 +9,13 @@ as in a trace.
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from ..comm.redistribute import Redistribution
 from ..mesh.tensor_spec import Spec
-from ..rules.call import SHAPES, replaced
+from ..rules.call import replaced
 from ..torch_private.core import OpOverload, without_frame
-from .decision import Decision, binding_of, is_dtensor
+from .decision import Decision, binding_of, is_dtensor, reshaped
 
 Place = tuple[int, ...]
 """The position of an argument, or of an item of one that is a list."""
@@ -25,35 +27,41 @@ class Prepared:
     Attributes:
         func: the operator, which the key names by its id.
         decision: the decision.
-        call: what makes the results of local arguments.
+        call: what makes the results of local arguments, unless `local` does.
+        local: the decision's function that runs in place of the operator.
+        is_view: whether the result is a view, or a copy in place of one, which is to be remembered.
         spec: the spec of the result, if the call makes nothing else and writes to nothing; None otherwise.
         moves: where an operand is that is redistributed, and the redistribution.
         fixed: the local arguments that are the same in each call, by their position.
         is_whole: whether this form covers the call; otherwise it is carried out step by step (`dispatch.run`).
     """
 
-    __slots__ = ("call", "decision", "fixed", "func", "is_whole", "moves", "spec")
+    __slots__ = ("call", "decision", "fixed", "func", "is_view", "is_whole", "local", "moves", "spec")
 
-    def __init__(
-        self, decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], traced: bool
-    ) -> None:
+    def __init__(self, decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func: OpOverload = func
         self.decision: Decision = decision
         self.call: Callable[..., Any] = without_frame(func)
+        self.local: Callable[..., Any] | None = decision.local
+        self.is_view: bool = func.is_view and not decision.simple
         self.spec: Spec | None = None
         self.moves: tuple[tuple[Place, Redistribution], ...] = ()
         self.fixed: tuple[tuple[int, Any], ...] = ()
         self.is_whole: bool = not (decision.kind or decision.writes or any(_places(tuple(kwargs.values()))))
         if not self.is_whole:
             return
-        if decision.local is None and not traced and func._schema.name not in SHAPES:
+        places = list(_places(args))
+        if decision.local is reshaped and len(args) == 2 and isinstance(args[1], (list, tuple)):
+            self.call, self.local = torch.reshape, None
+        elif decision.local is None and type(_at(args, places[0])._local_tensor) is torch.Tensor:
             self.call = binding_of(func, args, kwargs)
         if decision.simple and not decision.many and not decision.written:
             self.spec = decision.outputs[0]
         if decision.moves:
-            operands = zip(_places(args), decision.moves, strict=True)
-            found = [(place, _spec_at(args, place), to) for place, to in operands if to is not None]
-            self.moves = tuple([(place, Redistribution(spec.real or spec, to)) for place, spec, to in found])
+            found = [(at, to, _at(args, at)._spec) for at, to in zip(places, decision.moves, strict=True)]
+            self.moves = tuple(
+                [(at, Redistribution(spec.real or spec, to)) for at, to, spec in found if to is not None]
+            )
         if decision.replace:
             positional, keywords = replaced(func, args, kwargs, decision.replace)
             names = dict(decision.replace)
@@ -72,10 +80,10 @@ def _places(args: tuple[Any, ...] | list[Any]) -> Iterator[Place]:
                 yield (i, *inner)
 
 
-def _spec_at(args: Any, place: Place) -> Spec:
+def _at(args: Any, place: Place) -> Any:
     for i in place:
         args = args[i]
-    return args._spec
+    return args
 
 
 __all__ = ["Place", "Prepared"]

@@ -63,7 +63,7 @@ def calls_on(group: torch.distributed.ProcessGroup) -> Calls:
 def calls_of(name: str) -> Calls:
     """The record of the named process group; made on first use."""
     group = resolve_process_group(name)
-    found = _calls.data.get(ref(group))  # as a weak dictionary looks it up, without its frame
+    found = vars(_calls)["data"].get(ref(group))  # as a weak dictionary looks it up, without its frame
     return calls_on(group) if found is None else found
 
 

@@ -380,9 +380,12 @@ class DTensor(torch.Tensor):
     def __getitem__(self, index: Any) -> Any:
         """As `torch.Tensor.__getitem__`. What torch makes plain tensors of is taken: lists, and masks without dims."""
         given = index if type(index) is tuple else (index,)
-        if not PLAIN_INDICES.issuperset(map(type, given)) and _makes_tensors(given):
-            with region_of_torch():
-                return _getitem(self, index)
+        for i in given:
+            if type(i) not in PLAIN_INDICES:
+                if _makes_tensors(given):
+                    with region_of_torch():
+                        return _getitem(self, index)
+                break
         return _getitem(self, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:

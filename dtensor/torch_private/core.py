@@ -193,7 +193,10 @@ def without_frame(func: OpOverload) -> Any:
     return func._op if type(func) is OpOverload else func
 
 
-BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase, torch._C._linalg, torch._C._special)
+_generated: Any = torch._C
+BINDINGS = tuple(
+    [getattr(_generated, name) for name in ("_VariableFunctions", "_nn", "TensorBase", "_linalg", "_special")]
+)
 """Where torch's generated bindings are. They parse arguments in a third to two thirds of an operator's own time."""
 
 
