@@ -23,9 +23,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ..job.collective_order import eager
-from ..job.groups import calls_on
+from ..job.groups import calls_of, calls_on
 from ..mesh.operator_library import library
-from ..torch_private.core import OpOverload, backend_of, c10d, register_work, resolve_process_group
+from ..torch_private.core import (
+    OpOverload,
+    backend_of,
+    below_autograd,
+    c10d,
+    register_work,
+    resolve_process_group,
+)
 
 ANY_ORDER = (torch.Tag.flexible_layout,)
 """The kernels accept operands with any strides, so a compiler does not have to compare symbolic strides."""
@@ -40,10 +47,8 @@ OURS = 0x40000000
 
 
 RESTART = 0xC2B2AE35
-
-
-def _tag(mark: int, length: int) -> int:
-    return OURS | ((mark + length * 0x9E3779B1) & (OURS - 1))
+SPREAD = 0x9E3779B1
+"""What a message's length in bytes is multiplied by in its tag: lengths that differ by little give tags far apart."""
 
 
 class Starts(NamedTuple):
@@ -62,6 +67,8 @@ class Starts(NamedTuple):
 
 def starts(group: str, device: torch.device) -> Starts:
     """The operators that start collectives on tensors of `device` in the group."""
+    if device.type == "cpu" and calls_of(group).over_gloo:
+        return OVER_GLOO
     backend = backend_of(resolve_process_group(group), device.type)
     if backend.endswith("gloo"):
         return OVER_GLOO
@@ -84,37 +91,35 @@ def by_the_host(start: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 @by_the_host
-@torch.no_grad()
 def _all_gather_start(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    y = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    rows = y.view(size, *x.shape).unbind()
-    mine = rows[resolve_process_group(group).rank()].copy_(x)
-    return _started(y, rows, [mine] * size, group)
+    with below_autograd():
+        y = x.new_empty((size * x.shape[0], *x.shape[1:]))
+        rows = y.view(size, *x.shape).unbind()
+        mine = rows[resolve_process_group(group).rank()].copy_(x)
+        return _started(y, rows, [mine] * size, group)
 
 
 @by_the_host
-@torch.no_grad()
 def _all_to_all_start(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: str) -> torch.Tensor:
-    rank = resolve_process_group(group).rank()
-    y = x.new_empty((sum(output_splits), *x.shape[1:]))
-    into, sent = y.split(output_splits), x.contiguous().split(input_splits)  # strides can differ from the trace's
-    into[rank].copy_(sent[rank])
-    return _started(y, into, sent, group)
+    with below_autograd():
+        rank = resolve_process_group(group).rank()
+        y = x.new_empty((sum(output_splits), *x.shape[1:]))
+        into, sent = y.split(output_splits), x.contiguous().split(input_splits)  # strides can differ from the trace's
+        into[rank].copy_(sent[rank])
+        return _started(y, into, sent, group)
 
 
 def _started(y: torch.Tensor, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     """Start to send `sent[r]` to each rank r and to receive from it into `into[r]`. `y` is complete after a wait."""
-    group = resolve_process_group(name)
-    n, rank, calls = group.size(), group.rank(), calls_on(group)
+    group, calls = resolve_process_group(name), calls_of(name)
+    n, rank = group.size(), group.rank()
     mark = calls.mark + calls.eager.count * 0x85EBCA6B + calls.restarts * RESTART + eager.mark
-    works = [
-        group.recv([into[r]], r, _tag(mark, into[r].nbytes)) for k in range(1, n) if into[r := (rank - k) % n].numel()
-    ]
-    works += [
-        group.send([sent[r]], r, _tag(mark, sent[r].nbytes)) for k in range(1, n) if sent[r := (rank + k) % n].numel()
-    ]
-    for work in works:
-        register_work(y, work)
+    for begin, parts, step in ((group.recv, into, -1), (group.send, sent, 1)):
+        for k in range(1, n):
+            other = (rank + step * k) % n
+            part = parts[other]
+            if length := part.nbytes:
+                register_work(y, begin([part], other, OURS | ((mark + length * SPREAD) & (OURS - 1))))
     return y
 
 
@@ -122,7 +127,7 @@ def meet(group: torch.distributed.ProcessGroup) -> None:
     """Wait until the neighbouring ranks of the group run the same graph, after as many failures: each sends a message
     tagged with its mark."""
     calls = calls_on(group)
-    n, rank, tag = group.size(), group.rank(), _tag(calls.mark + calls.restarts * RESTART, 0)
+    n, rank, tag = group.size(), group.rank(), OURS | ((calls.mark + calls.restarts * RESTART) & (OURS - 1))
     sent, got = torch.empty(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
     works = [group.recv([got], (rank - 1) % n, tag), group.send([sent], (rank + 1) % n, tag)]
     for work in works:

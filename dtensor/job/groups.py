@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -64,9 +64,16 @@ def calls_on(group: torch.distributed.ProcessGroup) -> Calls:
     return found
 
 
+def calls_of(name: str) -> Calls:
+    """The record of the named process group; made on first use."""
+    group = resolve_process_group(name)
+    found = vars(_calls)["data"].get(ref(group))  # as a weak dictionary looks it up, without its frame
+    return calls_on(group) if found is None else found
+
+
 def begin(begun: Begun) -> Wait:
     """Note that this rank begins an eager collective, and return what it may wait for."""
-    calls = calls_on(resolve_process_group(begun[3][-1]))
+    calls = calls_of(begun[3][-1])
     return Wait(calls.name, calls.eager.begin(begun), begun)
 
 
@@ -141,6 +148,7 @@ __all__ = [
     "Calls",
     "all_calls",
     "begin",
+    "calls_of",
     "calls_on",
     "canonical",
     "group_rank",
