@@ -37,6 +37,7 @@ from .errors import (
 )
 from .interop.export import export
 from .layout.placements import Partial, Placement, Replicate, Shard
+from .mesh.by_dim import by_dim
 from .mesh.mesh import init_device_mesh, prepare
 from .parallel.modules.distribute_module import distribute_module
 from .parallel.search.search import predict, search
@@ -140,6 +141,7 @@ __all__ = [
     "StrictError",
     "UnsupportedError",
     "Watch",
+    "by_dim",
     "distribute_model",
     "distribute_module",
     "distribute_tensor",
