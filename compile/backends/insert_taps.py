@@ -18,7 +18,7 @@ from dtensor.passes.graph import ir
 from dtensor.passes.graph.source import module, source
 from dtensor.program.source_lines import is_users
 from dtensor.runs.records import taps
-from dtensor.runs.records.recorder import same_value, short
+from dtensor.runs.records.operator_kinds import same_value, short
 from dtensor.torch_private.core import OpOverload
 
 from ..recording.frames import current_frame, tell_modules
