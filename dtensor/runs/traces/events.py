@@ -64,14 +64,17 @@ class Slice:
 
     @property
     def name(self) -> str:
+        """What the trace calls it."""
         return self.event["name"]
 
     @property
     def category(self) -> str:
+        """Its category, such as "cpu_op" or "kernel"."""
         return self.event.get("cat", "")
 
     @property
     def args(self) -> dict[str, Any]:
+        """What else the trace says of it."""
         return self.event.get("args", {})
 
     @property
