@@ -37,6 +37,7 @@ from .errors import (
 )
 from .interop.export import export
 from .layout.placements import Partial, Placement, Replicate, Shard
+from .mesh.by_dim import by_dim
 from .mesh.mesh import init_device_mesh, prepare
 from .parallel.modules.distribute_module import distribute_module
 from .parallel.search.search import predict, search
@@ -46,8 +47,8 @@ from .parallel.whole_model.distribute_model import distribute_model
 from .parallel.whole_model.plan import Activation, Plan
 from .rules.notation import Rule
 from .runs.records import taps as _taps  # registers the operators by which compiled graphs are recorded
-from .runs.records.recorder import record
-from .runs.records.recorder import record_if_asked as _record_if_asked
+from .runs.records.recording import record
+from .runs.records.recording import record_if_asked as _record_if_asked
 from .runs.traces.trace import merge_traces, trace, trace_handler
 from .runs.watching.watch import Watch, watch
 from .state import safetensors as safetensors
@@ -140,6 +141,7 @@ __all__ = [
     "StrictError",
     "UnsupportedError",
     "Watch",
+    "by_dim",
     "distribute_model",
     "distribute_module",
     "distribute_tensor",

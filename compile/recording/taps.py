@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtensor.runs.records import taps
-from dtensor.runs.records.recorder import same_value, short
+from dtensor.runs.records.operator_kinds import same_value, short
 
 from .frames import Frame
 

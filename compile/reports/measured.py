@@ -15,7 +15,6 @@ wait. On a GPU it takes the time of its kernels, and is exposed where no other k
 """
 
 import json
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 from dtensor.comm.profiled import covered
 from dtensor.errors import ArgumentError
+from dtensor.runs.traces.events import Slice, slices
 
 from ..estimates.traffic import collective_named, is_wait_named
 
@@ -46,27 +46,6 @@ SENT, KERNEL, NCCL = "gloo:", "kernel", "nccl"
 
 
 @dataclass(frozen=True)
-class Event:
-    """A span of a profile. Times are in seconds; `thread` identifies the thread, or the stream of a device."""
-
-    name: str
-    category: str
-    start: float
-    end: float
-    thread: tuple[Any, Any]
-    args: dict[str, Any]
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.end - self.start
-
-    def holds(self, other: "Event") -> bool:
-        """Whether another span of the same thread lies inside."""
-        return self.thread == other.thread and self.start <= other.start and other.end <= self.end
-
-
-@dataclass(frozen=True)
 class Run:
     """One run of a graph.
 
@@ -85,38 +64,30 @@ class Run:
     collectives: tuple[tuple[float, float], ...]
 
 
-def events_of(path: Path) -> list[Event]:
-    """Return the spans of a profile, by their start.
+def events_of(path: Path) -> list[Slice]:
+    """Return the slices of a profile, by their start.
 
     Raises:
         ValueError: the file is no trace.
         OSError: it cannot be read.
     """
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        found = [
-            Event(
-                r["name"], r.get("cat", ""), r["ts"] * 1e-6, (r["ts"] + r["dur"]) * 1e-6, (r["pid"], r["tid"]),
-                r.get("args", {}),
-            )
-            for r in rows if r.get("ph") == "X"
-        ]  # fmt: skip
-    except (ValueError, KeyError, TypeError) as error:
+        return slices(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArgumentError(
             f"{path} is not a profile in Chrome's trace format ({error!r}); write one with "
             "torch.profiler.profile(...).export_chrome_trace"
         ) from error
-    return sorted(found, key=lambda e: (e.start, -e.end))
 
 
-def runs(events: Sequence[Event], manifests: Sequence[dict[str, Any]]) -> Iterator[Run]:
+def runs(events: Sequence[Slice], manifests: Sequence[dict[str, Any]]) -> Iterator[Run]:
     """Yield the runs of the graphs of some frames that are in a profile."""
     frames = {m["frame"]["compile_id"].strip("[]"): k for k, m in enumerate(manifests)}
     profile, numbered = _Profile(events), dict[Any, int]()
     for e in events:
         frame = frames.get(e.name.removeprefix(REGION)) if e.name.startswith(REGION) else None
         if frame is not None:
-            inner = [x for x in profile.inside(e) if x.name == FORWARD]
+            inner = [x for x in e.within() if x.name == FORWARD]
             numbered.update({x.args.get("Sequence number"): frame for x in inner})
             direction = next((d for d in ("forward", "inference") if d in manifests[frame]["graphs"]), "")
         elif e.name == BACKWARD:
@@ -129,35 +100,25 @@ def runs(events: Sequence[Event], manifests: Sequence[dict[str, Any]]) -> Iterat
 
 
 class _Profile:
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.threads: dict[Any, list[Event]] = {}
-        for e in events:
-            self.threads.setdefault(e.thread, []).append(e)
-        self.starts = {thread: [e.start for e in found] for thread, found in self.threads.items()}
+    def __init__(self, events: Sequence[Slice]) -> None:
         self.messages = [e for e in events if e.name.startswith(SENT)]
         kernels = [e for e in events if e.category == KERNEL]
-        self.launched: dict[Any, list[Event]] = {}
+        self.launched: dict[Any, list[Slice]] = {}
         for e in kernels:
             if e.name.startswith(NCCL):
                 self.launched.setdefault(e.args.get("External id"), []).append(e)
         self.computing = [e for e in kernels if not e.name.startswith(NCCL)]
 
-    def inside(self, e: Event) -> list[Event]:
-        """The spans inside another, on its thread."""
-        mine, at = self.threads[e.thread], self.starts[e.thread]
-        found = mine[bisect_left(at, e.start) : bisect_left(at, e.end)]
-        return [x for x in found if x is not e and e.holds(x)]
-
-    def run(self, e: Event, frame: int, direction: str, manifest: dict[str, Any]) -> Run | None:
+    def run(self, e: Slice, frame: int, direction: str, manifest: dict[str, Any]) -> Run | None:
         """The run of a graph that `e` is; None if other collectives run in it than are in the graph."""
         order = manifest["graphs"].get(direction, {}).get("order")
         sent = [c for c in manifest["collectives"] if c["direction"] == direction]
-        inner = self.inside(e)
+        inner = list(e.within())
         calls = list(_outermost([x for x in inner if collective_named(x.name) or is_wait_named(x.name)]))
         starts = [x for x in calls if collective_named(x.name)]
         if order is None or [collective_named(x.name) for x in starts] != [c["carried"] for c in sent]:
             return None
-        waits: dict[int, list[Event]] = {}
+        waits: dict[int, list[Slice]] = {}
         numbers = [~k for k in order if k < 0]
         for k, x in zip(numbers, [x for x in calls if is_wait_named(x.name)]):
             waits.setdefault(k, []).append(x)
@@ -166,14 +127,14 @@ class _Profile:
         agreeing = sum([x.seconds for x in inner if x.name == AGREE])
         return Run(frame, direction, e.seconds, agreeing, took)
 
-    def took(self, start: Event, waits: list[Event], free: list[Event]) -> tuple[float, float]:
+    def took(self, start: Slice, waits: list[Slice], free: list[Slice]) -> tuple[float, float]:
         """Seconds of a collective, and how many of them are exposed. Its messages are taken out of `free`."""
-        called = {start.args.get("External id"), *[x.args.get("External id") for x in self.inside(start)]} - {None}
+        called = {start.args.get("External id"), *[x.args.get("External id") for x in start.within()]} - {None}
         kernels = [k for number in called for k in self.launched.get(number, ())]
         if kernels:
-            beside = [x for x in self.computing if x.thread[0] == kernels[0].thread[0]]
-            seconds = covered([(k.start, k.end) for k in kernels])
-            return seconds, seconds - sum([_covered(k, beside) for k in kernels])
+            beside = [x for x in self.computing if x.event["pid"] == kernels[0].event["pid"]]
+            took = covered([(k.start, k.end) for k in kernels])
+            return took * 1e-6, (took - sum([_covered(k, beside) for k in kernels])) * 1e-6
         end = max([x.end for x in waits], default=start.end)
         mine = [m for m in free if start.start <= m.start <= start.end] or [m for m in free if m.start >= start.start][
             :1
@@ -182,10 +143,10 @@ class _Profile:
             free.remove(m)
         arrived = max([m.end for m in mine], default=end)
         last = end if any(x.start < arrived for x in waits) else max(arrived, start.end)
-        return last - start.start, start.seconds + sum([x.seconds for x in waits])
+        return (last - start.start) * 1e-6, start.seconds + sum([x.seconds for x in waits])
 
 
-def _outermost(calls: Iterable[Event]) -> Iterator[Event]:
+def _outermost(calls: Iterable[Slice]) -> Iterator[Slice]:
     """Of calls on one thread, by their start, those that are not inside another."""
     end = float("-inf")
     for e in calls:
@@ -194,15 +155,15 @@ def _outermost(calls: Iterable[Event]) -> Iterator[Event]:
             yield e
 
 
-def _within(m: Event, spans: Iterable[Event], name: str) -> bool:
+def _within(m: Slice, spans: Iterable[Slice], name: str) -> bool:
     return any(x.name == name and x.start <= m.start <= x.end for x in spans)
 
 
-def _covered(e: Event, others: Iterable[Event]) -> float:
+def _covered(e: Slice, others: Iterable[Slice]) -> float:
     return covered([(max(e.start, x.start), min(e.end, x.end)) for x in others])
 
 
-def measured(events: Sequence[Event], names: Sequence[str], manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def measured(events: Sequence[Slice], names: Sequence[str], manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what a profile says of the graphs of some frames: medians over the runs of each graph.
 
     Args:
@@ -246,4 +207,4 @@ def attach(found: dict[str, Any], names: Sequence[str], manifests: Sequence[dict
                 c["measured"] = took
 
 
-__all__ = ["FILE", "PROFILE", "Event", "Run", "attach", "events_of", "measured", "runs"]
+__all__ = ["FILE", "PROFILE", "Run", "attach", "events_of", "measured", "runs"]

@@ -288,6 +288,7 @@ def _waited(name: str) -> Callable[..., torch.Tensor]:
 
 
 def shard(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    """A copy of this rank's chunk of `x` along `dim`, cut as by `torch.chunk` among the ranks of a group."""
     n, rank, size = group_size(group), group_rank(group), x.shape[dim]
     start = min(rank * -(-size // n), size)
     return x.narrow(dim, start, chunk_length(size, n, rank)).clone(memory_format=torch.contiguous_format)

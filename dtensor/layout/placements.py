@@ -39,8 +39,9 @@ class Shard(Placement):
 
     Ranks past the last chunk hold an empty one.
 
-    Several axes that shard the same dimension split it one after the other, normally in mesh order. If an operator
-    leaves them in another order, `cut` records the position of this axis in it.
+    Several axes that shard the same dimension split it one after the other, normally in mesh order. `cut` states
+    another one, as the position of this axis in it: `[Shard(0, cut=1), Shard(0, cut=0)]`, which
+    `by_dim(mesh, ("y", "x"))` gives.
 
     Attributes:
         dim: The tensor dimension. A negative one counts from the end of the tensor that the placement is applied to.
@@ -143,7 +144,10 @@ def _meant(given: Any) -> str:
     for kind, example in KINDS.items():
         if isinstance(given, str) and given.lower().startswith((kind.lower(), f"{kind[0].lower()}(")):
             return f", write {example}"
-    return ": say for each mesh axis which dim it shards, such as Shard(0), not for each dim which axis shards it"
+    return (
+        ": say for each mesh axis which dim it shards, such as Shard(0); dtensor.by_dim(mesh, …) takes for each dim "
+        "the axes that shard it"
+    )
 
 
 KINDS = {"Shard": "Shard(0)", "Replicate": "Replicate()", "Partial": "Partial()"}

@@ -45,6 +45,11 @@ class Saving(futures.Future[None]):
     """Whether `result()` has been called after the save was done."""
 
     def result(self, timeout: float | None = None) -> None:
+        """Wait for up to `timeout` seconds until the checkpoint is complete.
+
+        Raises:
+            TimeoutError: it is not complete by then.
+            CheckpointError: it could not be written; or whatever else ended the save."""
         try:
             return super().result(timeout)
         finally:

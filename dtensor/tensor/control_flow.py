@@ -51,6 +51,7 @@ class Form:
         return Form(x.device_mesh, x._spec.layout, tuple(x.shape), tuple(x.stride()))
 
     def whole(self, local: torch.Tensor) -> DTensor:
+        """The DTensor of this form with a local tensor; differentiable."""
         shape, stride = (tuple(map(written, sizes)) for sizes in (self.shape, self.stride))
         return FromLocal.apply(local, self.mesh, self.layout, shape, stride, self.layout.without_partial())
 

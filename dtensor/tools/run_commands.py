@@ -19,7 +19,8 @@ from ..runs.comparing.comparison import check
 from ..runs.comparing.comparison import compare as compared
 from ..runs.comparing.report import first, report, report_of_one
 from ..runs.comparing.values import load
-from ..runs.records.recorder import rank_and_world, record_from_now_on
+from ..runs.records.recorder import rank_and_world
+from ..runs.records.recording import record_from_now_on
 from ..runs.records.storage import path_of, refuse_earlier
 from ..runs.traces.trace import merge_traces
 from ..runs.traces.trace import trace as traced

@@ -63,10 +63,12 @@ class Best:
 
     @property
     def steps(self) -> Steps:
+        """The steps that are priced."""
         return self.engine.steps
 
     @property
     def choices(self) -> Choices:
+        """The options of each step."""
         return self.engine.choices
 
     @property
@@ -76,6 +78,7 @@ class Best:
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """Numbers of ranks along the axes of the mesh."""
         return self.choices.network.sizes
 
     def _limit(self) -> float:

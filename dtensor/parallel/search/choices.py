@@ -80,6 +80,7 @@ class Choices:
         return found
 
     def spec(self, v: Value, layout: Layout | None = None) -> Spec:
+        """The spec of a value in a layout; replicated if none is given."""
         layout = layout or Layout.make(len(self.network.sizes), ((),) * v.ndim, ())
         return Spec.make(self.mesh, layout, v.shape, v.stride, v.dtype)
 

@@ -187,6 +187,7 @@ def _named(
 def prediction(
     run: Run, bound: float, choices: Choices, others: Mapping[str, Run], took: tuple[float, float]
 ) -> Prediction:
+    """What a run of the step costs, with the ten moves that take most seconds."""
     merged: dict[Any, list[Any]] = {}
     for (step, _, a, b, price), n in run.moves.items():
         at = pattern(step.like.path) if step is not None else ""

@@ -73,14 +73,17 @@ class Step:
 
     @property
     def name(self) -> str:
+        """Name of the operator, with its overload."""
         return str(self.like.func)
 
     @property
     def backward(self) -> bool:
+        """Whether it runs in the backward."""
         return self.like.backward
 
     @property
     def border(self) -> bool:
+        """Whether it is no operator: a place at which an activation may change its layout."""
         return self.like.func == BORDER
 
     @property
@@ -90,6 +93,7 @@ class Step:
 
     @property
     def in_place(self) -> bool:
+        """Whether the operator writes to an argument."""
         return isinstance(self.like.func, OpOverload) and is_in_place(self.like.func)
 
 
@@ -137,6 +141,7 @@ class Steps:
         return t in self.ahead or t in self.late or (backward and t in self.in_passing)
 
     def of_kind(self, kind: str) -> list[Tensor]:
+        """The tensors of a kind, such as parameters."""
         return [t for t in self.tensors if t.kind == kind]
 
     def batch(self) -> list[Tensor]:

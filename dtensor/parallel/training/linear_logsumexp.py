@@ -47,6 +47,18 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 def linear_lse(x: Any, weight: Any, bias: Any, row: Any, none: int, chunk: int) -> Any:
+    """Return for each row the log of the sum of exponentials of its logits, and the logit of its class.
+
+    Both have the shape of `row` and the dtype in which sums of `x` are accumulated.
+
+    Args:
+        x, weight, bias: rows [..., k], classes [v, k] and [v]; `bias` may be None.
+        row: class of each row; `none` where there is none, whose logit is 0.
+        none: the class that counts for nothing.
+        chunk: how many rows have their logits in memory at a time.
+
+    Raises:
+        ValueError: `chunk` is less than 1."""
     if chunk < 1:
         raise ArgumentError(f"chunk is a number of samples, at least 1; got {chunk}")
     lse = x.new_full((row.numel(),), -torch.inf, dtype=accumulated(x.dtype))
@@ -66,6 +78,8 @@ def linear_lse(x: Any, weight: Any, bias: Any, row: Any, none: int, chunk: int) 
 def linear_lse_backward(
     grad_lse: Any, grad_picked: Any, x: Any, weight: Any, bias: Any, row: Any, none: int, lse: Any, chunk: int
 ) -> Any:
+    """Return the gradients of `x`, `weight` and `bias`, given those of both results of `linear_lse`. The logits are
+    computed again, `chunk` rows at a time."""
     wide = accumulated(x.dtype)
     grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format)
     grad_weight = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format)

@@ -141,14 +141,17 @@ class Value:
 
     @cached_property
     def first(self) -> dict[str, Any]:
+        """The line of its record on the lowest rank."""
         return self.parts[min(self.parts)].line
 
     @property
     def kind(self) -> str:
+        """What it is: the result of an operator, or a kind of its own such as "gradient"."""
         return self.first["k"]
 
     @property
     def dtype(self) -> str:
+        """Name of its dtype."""
         return self.first["d"]
 
     @property
@@ -158,26 +161,32 @@ class Value:
 
     @property
     def step(self) -> int:
+        """The step of training in which it was computed, from 0."""
         return self.first["s"]
 
     @property
     def phase(self) -> str:
+        """Where in the step: "forward", "backward", "recompute", "optimizer" or "check"."""
         return self.first["p"]
 
     @property
     def module(self) -> str:
+        """Path of the module that computed it."""
         return self.first["m"]
 
     @property
     def op(self) -> str:
+        """Name of the operator."""
         return self.first["o"]
 
     @property
     def line(self) -> str:
+        """File and line of the user's code; "" if there is none."""
         return self.first["l"]
 
     @property
     def spec(self) -> Spec | None:
+        """How it is distributed; None for a plain tensor."""
         return self.parts[min(self.parts)].spec
 
     @property

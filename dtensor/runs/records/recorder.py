@@ -11,13 +11,11 @@ Which value an operator reads is known from a mark on the local tensor, and, whe
 the same memory, from that memory.
 """
 
-import atexit
 import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -25,23 +23,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...comm.pending_tensor import Pending
 from ...comm.redistribute import watchers
-from ...errors import ArgumentError, ArgumentTypeError, CallOrderError, PlacementError
+from ...errors import CallOrderError
 from ...layout.layout import Layout
 from ...mesh import provenance
 from ...mesh.mesh import mesh_shape
 from ...mesh.tensor_spec import Spec
-from ...program import environment
-from ...tensor.tensor import DTensor
-from ...tensor.torch_dtensor import is_torch_dtensor, layout_of
 from ...torch_private.compiling import forget_compiled
 from ...torch_private.core import OpOverload, TorchDispatchMode, tree_leaves
 from . import fingerprint as fp
+from .known import NOTHING, OTHER_ORDER, PLAIN, Known, Local, is_real, is_same, memory_of, opened
+from .operator_kinds import EMPTY, NOT_RECORDED, SAME_VALUE, overwritten, short, written
 from .places import CHECK, OPTIMIZER, Names, Place, Places
 from .storage import Writer, packed, path_of, refuse_earlier
 
@@ -49,61 +45,7 @@ MARK = "_dtensor_recorded"
 """The attribute of a local tensor that names the value it holds."""
 PENDING = 512
 """The number of values after which fingerprints are written."""
-
-PLAIN = (torch.Tensor, nn.Parameter)
-EMPTY = frozenset(
-    f"aten::{name}"
-    for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
-)
-"""Operators whose results hold no values yet."""
-NOT_RECORDED = frozenset(f"aten::{name}" for name in ("set_", "resize_", "is_pinned")) | frozenset(
-    f"dtensor::{name}" for name in ("record_begin", "record", "record_end", "agree")
-)
-"""Operators that compute nothing."""
-SAME_VALUE = frozenset(
-    f"aten::{name}" for name in ("_unsafe_view", "lift_fresh", "detach", "alias", "view_as", "_reshape_alias", "clone")
-)
-"""Operators that return the value they were given. Which copies are made depends on the order in memory."""
-OVERWRITE = frozenset(
-    [
-        "bernoulli",
-        "uniform",
-        "normal",
-        "random",
-        "exponential",
-        "geometric",
-        "log_normal",
-        "cauchy",
-        "fill",
-        "zero",
-        "copy",
-    ]
-)
-"""In-place operators, without the underscore, that do not read what they write to."""
 REDISTRIBUTE = "dtensor::redistribute"
-NOTHING = -1
-"""The number of a value that is none: memory that nothing was written to."""
-OTHER_ORDER = (-1,)
-"""In place of the shape that a value was recorded with, for a view that may have its elements in another order."""
-
-
-@dataclass(frozen=True)
-class Known:
-    """What a local tensor holds.
-
-    Attributes:
-        token: which recorder knows it.
-        index: the number of the value; `NOTHING` if it holds none.
-        spec: its spec; None for a plain tensor.
-        shape: the global shape that it was recorded with; `OTHER_ORDER` if it is a view.
-        owner: the parameter that an optimizer computed it for; "" outside of optimizers.
-    """
-
-    token: object
-    index: int
-    spec: Spec | None
-    shape: tuple[int, ...]
-    owner: str = ""
 
 
 class Recorder(TorchDispatchMode):
@@ -223,12 +165,12 @@ class Recorder(TorchDispatchMode):
         if name in EMPTY:
             out = func(*args, **kwargs)
             for x in tree_leaves(out):
-                if isinstance(x, torch.Tensor) and _is_real(x):
+                if isinstance(x, torch.Tensor) and is_real(x):
                     self._mark(x, NOTHING)
             return out
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        overwritten = _overwritten(func, args, kwargs)
-        inputs = [-1 if id(x) in overwritten else self.known(x, place, name, k) for k, x in enumerate(given)]
+        targets = overwritten(func, args, kwargs)
+        inputs = [-1 if id(x) in targets else self.known(x, place, name, k) for k, x in enumerate(given)]
         out = func(*args, **kwargs)
         self._computed(func, name, place, given, inputs, out, args, kwargs)
         return out
@@ -240,7 +182,7 @@ class Recorder(TorchDispatchMode):
             return False
         self.waits = False
         return func._schema.name not in NOT_RECORDED and not any(
-            not _is_real(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+            not is_real(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
         )
 
     def _computed(
@@ -254,7 +196,7 @@ class Recorder(TorchDispatchMode):
         args: Any,
         kwargs: Any,
     ) -> None:
-        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)] or _written(func, args, kwargs)
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)] or written(func, args, kwargs)
         if made and (func.is_view or name in SAME_VALUE):
             for x in made:
                 self._viewed(x, given[0] if given else x, inputs[0] if inputs else NOTHING, name in SAME_VALUE)
@@ -270,7 +212,7 @@ class Recorder(TorchDispatchMode):
         with torch.no_grad():
             lists = place.phase == OPTIMIZER and len(made) > 1 and len(inputs) % len(made) == 0
             for k, x in enumerate(made):
-                if _is_real(x):
+                if is_real(x):
                     each = inputs[k :: len(made)] if lists else inputs
                     owner = (
                         self._owner(x, given[k :: len(made)] if lists else given) if place.phase == OPTIMIZER else ""
@@ -293,8 +235,8 @@ class Recorder(TorchDispatchMode):
     def known(self, x: Any, place: Place, reader: str, k: int) -> int:
         """The number of the value that `x` holds. One that no recorded operator made is recorded now, as an input."""
         found = self._lookup(x)
-        _, spec = _opened(x)
-        if found is not None and (found.index == NOTHING or _is_same(found.spec, spec)):
+        _, spec = opened(x)
+        if found is not None and (found.index == NOTHING or is_same(found.spec, spec)):
             return found.index
         if found is not None:
             return self.value(x, place.phase, place.module, place.line, "from_local", 0, [found.index], kind="from")
@@ -318,7 +260,7 @@ class Recorder(TorchDispatchMode):
         more: dict[str, Any] | None = None,
     ) -> int:
         """Record a value: a fingerprint of this rank's part, and what is known of it. Returns its number."""
-        local, spec = _opened(x)
+        local, spec = opened(x)
         shape, offsets, written = tuple(local.shape), (0,) * local.dim(), None
         if spec is not None and spec.coordinate is not None:
             box = spec.layout.local_box(spec.shape, mesh_shape(spec.mesh), spec.coordinate)
@@ -357,7 +299,7 @@ class Recorder(TorchDispatchMode):
 
     def wrapped(self, local: torch.Tensor, spec: Spec) -> Any:
         """A local tensor with its spec, to be recorded."""
-        return _Local(local, spec)
+        return Local(local, spec)
 
     def _keep(self, local: torch.Tensor, index: int) -> str:
         name = f"{self.writer.path.stem}.{index}.npy"
@@ -376,24 +318,24 @@ class Recorder(TorchDispatchMode):
         self._mark(x, index, "" if found is None else found.owner, shape if same else OTHER_ORDER)
 
     def _mark(self, x: torch.Tensor, index: int, owner: str = "", shape: tuple[int, ...] | None = None) -> None:
-        local, spec = _opened(x)
+        local, spec = opened(x)
         if shape is None:
             shape = tuple(local.shape if spec is None else spec.shape)
         known = Known(self.token, index, spec, shape, owner)
         setattr(local, MARK, known)
-        self._memory[_memory_of(local)] = StorageWeakRef(local.untyped_storage()), known
+        self._memory[memory_of(local)] = StorageWeakRef(local.untyped_storage()), known
 
     def _lookup(self, x: Any) -> Known | None:
-        local, _ = _opened(x)
+        local, _ = opened(x)
         found = getattr(local, MARK, None)
         if found is None or found.token is not self.token:
-            storage, found = self._memory.get(_memory_of(local), (None, None))
+            storage, found = self._memory.get(memory_of(local), (None, None))
             if storage is None or storage.expired():
                 return None
         return found
 
     def _name(self, x: torch.Tensor) -> str:
-        return self.names.tensors.get(id(x), "") or self.names.tensors.get(id(_opened(x)[0]), "")
+        return self.names.tensors.get(id(x), "") or self.names.tensors.get(id(opened(x)[0]), "")
 
     def _spec(self, spec: Spec) -> int:
         """The number of a spec in the file, where it is written the first time."""
@@ -431,12 +373,12 @@ class Recorder(TorchDispatchMode):
             place = self.places.here()
             if place.phase == CHECK:
                 return
-            before = _Local(local, spec)
+            before = Local(local, spec)
             known = self.known(before, place, "redistribute", 0)
             found = self._lookup(before)
             if found is not None and found.shape != tuple(spec.shape):
                 known = self.value(before, place.phase, place.module, place.line, "view", 0, [known], kind="view")
-            after = _Local(result, spec.with_layout(dst))
+            after = Local(result, spec.with_layout(dst))
             op = f"redistribute {spec.layout.text}->{dst.text}"
             self.value(after, place.phase, place.module, place.line, op, 0, [known], kind="move")
 
@@ -449,7 +391,7 @@ class Recorder(TorchDispatchMode):
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     x = p.grad if what == "gradient" else p
-                    if x is None or not _is_real(x):
+                    if x is None or not is_real(x):
                         continue
                     found = self._lookup(x)
                     inputs = [found.index] if found is not None else []
@@ -467,138 +409,11 @@ def disabled_recording(recorder: Recorder) -> Iterator[None]:
         recorder.inside = before
 
 
-class _Local:
-    """A local tensor with its spec, where no DTensor is at hand."""
-
-    def __init__(self, local: torch.Tensor, spec: Spec) -> None:
-        self._local_tensor, self._spec = local, spec
-
-
-def _opened(x: Any) -> tuple[torch.Tensor, Spec | None]:
-    """The local tensor of `x` and its spec; None for a plain tensor."""
-    if type(x) in PLAIN:
-        return x, None
-    if isinstance(x, (DTensor, _Local)):
-        local = x._local_tensor
-        return (local.wait() if type(local) is Pending else local), x._spec
-    if is_torch_dtensor(x):
-        try:
-            layout = layout_of(x)
-        except PlacementError:  # what no layout describes, such as the interleaved pieces of a view, is not recorded
-            return x, None
-        return x._local_tensor, Spec.make(x.device_mesh, layout, x.shape, x.stride(), x.dtype)
-    return x, None
-
-
-def _is_same(a: Spec | None, b: Spec | None) -> bool:
-    """Whether two specs distribute alike; strides do not matter."""
-    return a is b or (
-        a is not None and b is not None and a.layout is b.layout and a.mesh is b.mesh and a.shape == b.shape
-    )
-
-
-def _is_real(x: Any) -> bool:
-    """Whether `x` has values that can be read: it is no fake tensor, and neither sparse nor quantized."""
-    local, spec = _opened(x)
-    if spec is not None and spec.coordinate is None:
-        return False
-    return (
-        type(local) in PLAIN
-        and local.layout is torch.strided
-        and local.device.type != "meta"
-        and not local.is_quantized
-    )
-
-
-def _memory_of(local: torch.Tensor) -> tuple[Any, ...]:
-    return local.data_ptr(), tuple(local.shape), local.dtype
-
-
-def _overwritten(func: OpOverload, args: Any, kwargs: Any) -> set[int]:
-    """The tensors that an operator writes to without reading them, by identity."""
-    if short(func._schema.name) in OVERWRITE or "out" in func._overloadname:
-        return {id(x) for x in _written(func, args, kwargs)}
-    return set()
-
-
-def _written(func: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operator without results writes to."""
-    found: list[torch.Tensor] = []
-    for k, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[k] if k < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
-    return found
-
-
-def short(name: str) -> str:
-    """The name by which operators of two runs are matched: without namespace, `_foreach`, and the mark of in-place."""
-    return name.removeprefix("aten::").removeprefix("_foreach_").rstrip("_")
-
-
-def record(folder: str | os.PathLike[str], *, steps: int | None = None, values: str = "") -> Recorder:
-    """Record what every operator computes, as a context; compare two records with `dtensor compare A B`.
-
-    Every rank writes a file: for each operator of forward, backward and optimizer, eager or compiled, its place in the
-    program, the global shape, dtype and placements of its results, and a fingerprint of their values that does not
-    depend on how they are sharded. Nothing is communicated. Works for models without DTensors, too, and for those of
-    torch.distributed.tensor. What is compiled is compiled again for the record, with operators that hand out values.
-
-        with dtensor.record("runs/tp"):
-            loss = model(batch)
-            loss.backward()
-            optimizer.step()
-
-    Args:
-        folder: where the files go; the same one on all ranks. An earlier record in it is not written over.
-        steps: end the record after so many steps of an optimizer; None for all in the context.
-        values: keep whole values, too, of the operators that match this pattern of "phase/module/operator", such as
-            "forward/layers.0.*/mm".
-
-    Returns:
-        The recorder, a context. Its `step()` begins the next step where no optimizer does.
-
-    Raises:
-        TypeError: `folder` is no path, or `steps` no number.
-        ValueError: `steps` is less than 1.
-        RecordError: on entering the context, the folder holds a record already.
-    """
-    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
-        raise ArgumentTypeError(f"folder is the path of a folder, got {folder!r}; write dtensor.record('runs/tp')")
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
-        raise ArgumentTypeError(f"steps is a number of optimizer steps or None, got {steps!r}")
-    if steps is not None and steps < 1:
-        raise ArgumentError(f"steps is {steps}; write 1 or more, or None for all steps in the context")
-    return Recorder(folder, steps=steps, values=values)
-
-
-def record_from_now_on(folder: str | os.PathLike[str], *, steps: int = 1, values: str = "") -> None:
-    """Record the first steps of this program, from the first call of a model on."""
-    here = Recorder(folder, steps=steps, values=values, waits=True)
-    here.__enter__()
-    atexit.register(lambda: here.close(getattr(sys, "last_value", None)))
-
-
-def record_if_asked() -> None:
-    """Record this program if DTENSOR_RECORD names a folder."""
-    folder = environment.setting("DTENSOR_RECORD")
-    if folder:
-        steps = environment.setting("DTENSOR_RECORD_STEPS") or "1"
-        if not steps.isdecimal() or not int(steps):
-            raise ArgumentError(f"the environment variable DTENSOR_RECORD_STEPS is {steps!r}; write a number of steps")
-        record_from_now_on(folder, steps=int(steps), values=environment.setting("DTENSOR_RECORD_VALUES"))
-
-
 def rank_and_world() -> tuple[int, int]:
     """The rank of this process and the number of ranks, as far as they are known by now."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def same_value(name: str) -> bool:
-    """Whether an operator of that name returns what it is given, so that its result is not recorded."""
-    return name in SAME_VALUE
 
 
 _recorders: dict[int, Recorder] = {}
@@ -665,15 +480,4 @@ def is_recording() -> bool:
     return bool(_recorders)
 
 
-__all__ = [
-    "Known",
-    "Recorder",
-    "is_recording",
-    "rank_and_world",
-    "record",
-    "record_from_now_on",
-    "record_if_asked",
-    "recorder",
-    "same_value",
-    "short",
-]
+__all__ = ["Recorder", "is_recording", "rank_and_world", "recorder"]

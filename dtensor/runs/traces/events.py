@@ -64,7 +64,23 @@ class Slice:
 
     @property
     def name(self) -> str:
+        """What the trace calls it."""
         return self.event["name"]
+
+    @property
+    def category(self) -> str:
+        """Its category, such as "cpu_op" or "kernel"."""
+        return self.event.get("cat", "")
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """What else the trace says of it."""
+        return self.event.get("args", {})
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return (self.end - self.start) * 1e-6
 
     def within(self) -> "Iterator[Slice]":
         """The slices inside, by start."""
@@ -135,6 +151,21 @@ def nested(events: Iterable[Event]) -> tuple[list[Slice], list[Event]]:
     return roots, apart
 
 
+def slices(events: Iterable[Event]) -> list[Slice]:
+    """Return all that is in a profile by start; what lies inside another slice of its thread is among its children."""
+    rows: dict[tuple[Any, Any], list[Event]] = {}
+    for e in events:
+        if e.get("ph") == "X":
+            rows.setdefault((e["pid"], e["tid"]), []).append(e)
+    every = list[Slice]()
+    for mine in rows.values():
+        roots, apart = nested(mine)
+        every += [Slice(e, e["ts"], e["ts"] + e["dur"]) for e in apart]
+        for root in roots:
+            every += [root, *root.within()]
+    return sorted(every, key=lambda e: (e.start, -e.end))
+
+
 def _steps(roots: Sequence[Slice]) -> list[Event]:
     """The steps of a thread. One ends with the outermost slice in which it is marked, such as that of an optimizer."""
     found, start = list[Event](), roots[0].start if roots else 0.0
@@ -197,9 +228,9 @@ class _Thread:
     def start(self, at: Slice, found: Described, name: str) -> None:
         self.flights.append(_Flight(name, found, at, _arrives(at)))
         at.event |= {"name": name, "cat": COLLECTIVE}
-        at.event["args"] = at.event.get("args", {}) | _said(found)
+        at.event["args"] = at.args | _said(found)
         for each in (at, *at.within()):
-            if (known := each.event.get("args", {}).get("External id")) is not None:
+            if (known := each.args.get("External id")) is not None:
                 self.ids[known] = name
 
     def waited(self, at: Slice) -> _Flight | None:
@@ -213,7 +244,7 @@ class _Thread:
             return
         self.flights.remove(flight)
         at.event |= {"name": WAIT + flight.name, "cat": COLLECTIVE}
-        at.event["args"] = at.event.get("args", {}) | _said(flight.found)
+        at.event["args"] = at.args | _said(flight.found)
         args = {**_said(flight.found), "waited_us": at.end - at.start}
         self.sent.append(_event(at, flight.name, COLLECTIVE, flight.started.start, at.end, args))
 
@@ -255,15 +286,10 @@ def _base(operator: str) -> str:
     return operator
 
 
-def _dims(at: Slice) -> Any:
-    given = at.event.get("args", {}).get("Input Dims")
-    return given[0] if given else None
-
-
 def _elements(at: Slice) -> int | None:
     """The number of elements of the first argument; None if the profile has no shapes."""
-    dims = _dims(at)
-    return None if dims is None else _count(dims)
+    dims = at.args.get("Input Dims")
+    return _count(dims[0]) if dims else None
 
 
 def _count(dims: Any) -> int:
@@ -273,7 +299,7 @@ def _count(dims: Any) -> int:
 def _arrives(at: Slice) -> float:
     """The number of elements that a collective gives, as far as its arguments tell; NaN if they do not."""
     sent, op = _elements(at), STARTS.get(at.name)
-    sizes = [int(x) for x in at.event.get("args", {}).get("Concrete Inputs") or [] if str(x).isdigit()]
+    sizes = [int(x) for x in at.args.get("Concrete Inputs") or [] if str(x).isdigit()]
     if sent is None or op is None:
         return float("nan")
     if op == "all_gather" and sizes:
@@ -305,4 +331,4 @@ def _name_kernel(e: Event, ids: Mapping[Any, str]) -> None:
         args["kernel"], e["name"] = e["name"], ids[args["External id"]]
 
 
-__all__ = ["COLLECTIVE", "GRAPH", "STEP", "Slice", "exposed", "nested", "rewritten"]
+__all__ = ["COLLECTIVE", "GRAPH", "STEP", "Slice", "exposed", "nested", "rewritten", "slices"]

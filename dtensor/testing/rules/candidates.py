@@ -90,12 +90,14 @@ def mapped(value: Any, of: Any) -> Any:
 
 
 def tensors(value: Any) -> list[Any]:
+    """The tensors in nested arguments, in order."""
     found: list[Any] = []
     mapped(value, found.append)
     return found
 
 
 def as_list(out: Any) -> list[Any]:
+    """The outputs of an operator as a list."""
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 
@@ -150,6 +152,7 @@ def is_right(pieces: list[torch.Tensor], state: State, dense: torch.Tensor) -> b
 
 
 def close(a: Any, b: Any) -> bool:
+    """Whether two results agree up to the rounding of their dtype; NaN equals NaN."""
     wide = torch.complex128 if a.dtype.is_complex else torch.float64
     single = a.dtype in (torch.float32, torch.complex64)
     return torch.allclose(
@@ -158,6 +161,7 @@ def close(a: Any, b: Any) -> bool:
 
 
 def layout_of(state: State, ndim: int) -> Layout:
+    """The layout on a mesh of one axis that shards the dim, or is partial by the reduction, that `state` names."""
     base = Layout.make(1, ((),) * ndim, ())
     return base.moved(0, dim=state) if isinstance(state, int) else base.moved(0, reduce_op=state)
 
@@ -176,6 +180,7 @@ def placed(case: Case, mesh: DeviceMesh, states: Any, pieces: Any) -> tuple[Any,
 
 
 def call_and_rule(case: Case, mesh: Any) -> Any:
+    """A case as the call that a rule sees, and its rule."""
     states = [None] * len(tensors((case.args, case.kwargs)))
     args, kwargs = placed(case, mesh, states, tensors((case.args, case.kwargs)))
     call = call_of(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])  # pyright: ignore[reportAttributeAccessIssue]
@@ -275,6 +280,7 @@ def check_sizes(case: Case, call: Any, rule: Any) -> None:
 
 
 def jobs_of(case: Case, n: int) -> list[Job]:
+    """The candidates of a case that fit on `n` ranks, with each rank's operands and the dense results."""
     call, rule = call_and_rule(case, OneAxis(n))
     check_sizes(case, call, rule)
     operands = tensors((case.args, case.kwargs))
@@ -292,6 +298,7 @@ def jobs_of(case: Case, n: int) -> list[Job]:
 
 
 def run_jobs(rank: Any, n: Any, jobs: Any, counting: _Counting) -> Any:
+    """Run candidates on a rank; errors are given in place of outputs."""
     mesh = init_device_mesh("cpu", (n,))
     outs: list[Sequence[torch.Tensor | Exception | None]] = []
     for j in jobs:

@@ -14,6 +14,7 @@ from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_modul
 from dtensor.runs.comparing.values import load
 from dtensor.runs.records import fingerprint as fp
 from dtensor.runs.records import recorder as recording
+from dtensor.runs.records.recording import record_if_asked
 from dtensor.testing import run_ranks, run_threads
 
 
@@ -249,7 +250,7 @@ def test_a_wrong_number_of_steps_in_the_environment(monkeypatch):
     monkeypatch.setenv("DTENSOR_RECORD", "folder")
     monkeypatch.setenv("DTENSOR_RECORD_STEPS", "two")
     with pytest.raises(ValueError, match="DTENSOR_RECORD_STEPS is 'two'; write a number of steps"):
-        recording.record_if_asked()
+        record_if_asked()
 
 
 def test_an_error_of_the_program_is_noted(tmp_path):
