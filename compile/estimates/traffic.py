@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from dtensor.comm.collectives import COMMUNICATING
 from dtensor.layout import cost
 from dtensor.mesh.groups import group_ranks
+from dtensor.mesh.provenance import RECORD
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.ordered import called
 from dtensor.torch_private.core import tree_leaves
@@ -103,7 +104,7 @@ def sent(node: fx.Node) -> Sent | None:
     if node.op != "call_function":
         return None
     target, args = called(node)
-    carried, record = operator(target), node.meta.get(ir.RECORD)
+    carried, record = operator(target), node.meta.get(RECORD)
     op = record.op if record is not None else carried
     group = next((a for a in reversed(args) if isinstance(a, str)), None) if carried else None
     if group is None:
