@@ -21,7 +21,7 @@ from ...layout.placements import Placement
 from ...mesh.links import links_here
 from ...mesh.mesh import backend_of, facts
 from ...mesh.stages import Stage
-from ..whole_model.plan import FINDERS, Plan, modules_of, recomputed_of
+from ..whole_model.plan import Plan, modules_of, recomputed_of
 from ..whole_model.prediction import Prediction
 from .best import Best
 from .choices import Choices
@@ -368,7 +368,5 @@ def _mesh(
     given = Network.of(network.sizes, tuple([links.get(axis, known) for axis, known in zip(sizes, network.links)]))
     return sizes, given, own, device
 
-
-FINDERS["auto"] = search
 
 __all__ = ["PER_HOST", "Mode", "layers_of", "predict", "search"]
