@@ -48,4 +48,4 @@ def test_what_a_pair_says(found):
         f"{first.relative:.1e} of its norm, {first.allowed:.1e} allowed>"
     )
     assert repr(pair.b) == "<RecordedValue parameter in layers.1.ffn_norm.weight (parameter, float32[32]), step 0>"
-    assert repr(pair.b.parts[1]) == "<Part on rank 1: [32]>"
+    assert repr(pair.b.parts[1]) == "<RecordedPart on rank 1: [32]>"
