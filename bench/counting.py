@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # pyright: igno
 from torch._dynamo import trace_rules
 from torch.futures import Future
 
-from dtensor.layout.cost import wire_bytes
+from dtensor.prices.links import wire_bytes
 from dtensor.torch_private.core import fake_store
 
 BACKEND, OVER_GLOO = "counting", "counting-gloo"
@@ -36,7 +36,7 @@ BYTES: dict[str, Callable[[int, int], float]] = {
     SEND: lambda size, ranks: size,
     RECEIVE: lambda size, ranks: 0,
 }
-"""Operations without a cost in `dtensor.layout.cost` -> bytes that a rank sends, by size and number of ranks."""
+"""Operations without a cost in `dtensor.prices.links` -> bytes that a rank sends, by size and number of ranks."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Counts:
 
     Attributes:
         collectives: number of collectives and messages by name.
-        bytes: bytes that this rank sends; for collectives, in a ring algorithm (see `dtensor.layout.cost`).
+        bytes: bytes that this rank sends; for collectives, in a ring algorithm (see `dtensor.prices.links`).
         again: (name, function that starts it again) of each, in order.
     """
 

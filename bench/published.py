@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dtensor.layout.cost import Link, Network
-from dtensor.layout.machine import Machine
 from dtensor.parallel.search.choices import Choices
 from dtensor.parallel.search.engine import Engine
 from dtensor.parallel.search.known import known
 from dtensor.parallel.search.recording import record
 from dtensor.parallel.search.regime import Regime
 from dtensor.parallel.search.repeats import steps_of
+from dtensor.prices.links import Link, Network
+from dtensor.prices.machine import Machine
 
 from .models import Llama, Sizes
 

@@ -4,6 +4,7 @@ A page says with a comment what stands in its place:
 
     <!-- file: CHANGELOG.md -->      a file of the repository
     <!-- commands -->                the help of every command
+    <!-- passes: stages -->          the table of the pipeline
     <!-- passes: table -->           the passes in their order
     <!-- passes: pages -->           what each does, from its docstring
     <!-- passes: reference -->       their classes
@@ -36,6 +37,7 @@ import click  # noqa: E402
 
 import dtensor.compile  # noqa: E402
 import dtensor.passes  # noqa: E402
+from dtensor.passes.stages import HALVES  # noqa: E402
 
 PAGES_OF_FILES = {
     "ARCHITECTURE.md": "how/architecture.md",
@@ -56,14 +58,6 @@ EXACT = {
     "casts": "It `casts`: something may be computed in another precision.",
 }
 """Exactness that a pass declares, in words."""
-
-PARTS = {
-    "PREPARE": "Once, before all others",
-    "SIMPLIFY": "In rounds, until nothing changes",
-    "PIPELINE": "Once, after the rounds",
-    "optional": "Only where an option asks for it",
-}
-"""The lists of the pipeline, and when what stands in them runs."""
 
 
 def expanded(page: str) -> str:
@@ -115,19 +109,19 @@ def _commands(_: Any) -> str:
 
 
 def passes() -> dict[str, list[Any]]:
-    """The passes of each part of the pipeline, in the order in which they run."""
-    library = dtensor.passes
-    before = {p.name for p in (*library.PREPARE, *library.SIMPLIFY)}
-    after = [p for p in library.PIPELINE if p.name not in before]
-    named = {p.name for p in library.PIPELINE}
-    classes = [thing for name in library.__all__ if inspect.isclass(thing := getattr(library, name))]
-    optional = [c for c in classes if isinstance(getattr(c, "name", None), str) and c.name not in named]
-    return {
-        "PREPARE": list(library.PREPARE),
-        "SIMPLIFY": list(library.SIMPLIFY),
-        "PIPELINE": after,
-        "optional": [c() for c in optional],
-    }
+    """The passes of each stage, in the order in which they run."""
+    return {stage.name: list(stage.passes) for stage in dtensor.passes.STAGES}
+
+
+def stages() -> str:
+    """The table of the pipeline, as ARCHITECTURE.md and the manual show it."""
+    rows = ["| stage | graphs | passes | why there |", "|---|---|---|---|"]
+    for stage in dtensor.passes.STAGES:
+        graphs = ", ".join(stage.graphs).replace(", ".join(HALVES), "each half")
+        rounds = " (in rounds, until nothing changes)" if stage.fixpoint else ""
+        names = ", ".join([f"`{p.name}`" for p in stage.passes])
+        rows.append(f"| {stage.name} | {graphs} | {names}{rounds} | {stage.why} |")
+    return "\n".join(rows)
 
 
 def public_name(p: Any) -> str:
@@ -136,11 +130,12 @@ def public_name(p: Any) -> str:
 
 
 def _table_of_passes() -> str:
-    rows = ["| pass | when it runs | exactness | what it does |", "|---|---|---|---|"]
-    for part, members in passes().items():
+    rows = ["| pass | stage | when | exactness | what it does |", "|---|---|---|---|---|"]
+    for stage, members in passes().items():
         for p in members:
             does = (inspect.getdoc(type(p)) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-            rows.append(f"| [`{p.name}`](#{_anchor(p)}) | {PARTS[part].lower()} | {p.exactness} | {does} |")
+            when = p.when or "unless left out"
+            rows.append(f"| [`{p.name}`](#{_anchor(p)}) | {stage} | {when} | {p.exactness} | {does} |")
     return "\n".join(rows)
 
 
@@ -150,9 +145,8 @@ def _anchor(p: Any) -> str:
 
 def _pages_of_passes() -> str:
     shown = []
-    for part, members in passes().items():
-        if members:
-            shown.append(f"## {PARTS[part]}\n")
+    for stage, members in passes().items():
+        shown.append(f"## Stage {stage}\n")
         shown += [_page_of_pass(p) for p in members]
     return "\n".join(shown)
 
@@ -189,7 +183,9 @@ def _reference_of_passes() -> str:
 
 
 def _passes(what: str) -> str:
-    return {"table": _table_of_passes, "pages": _pages_of_passes, "reference": _reference_of_passes}[what]()
+    return {"stages": stages, "table": _table_of_passes, "pages": _pages_of_passes, "reference": _reference_of_passes}[
+        what
+    ]()
 
 
 def _there(names: str) -> str:

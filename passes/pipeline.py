@@ -1,16 +1,10 @@
-"""The pipeline: which passes run, in which order and why, and the loop that runs, verifies and records them."""
+"""The pipeline: the order of compilation, from the joint graph to what runs. This table is all of it.
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Protocol
-
-from torch import fx
-
-from dtensor.errors import ArgumentError, InvalidInputError, PassError
-from dtensor.program.stages import Stage
+A program that is differentiated is first one joint graph, then the same with its parameters marked, and torch's
+partitioner makes a forward and a backward of it; one that is not is an inference graph. On each of these the rows of
+`STAGES` that name it run in the order in which they stand here (`dtensor.compile.backends.run_passes`), and then
+Inductor or torch takes the graph. Whatever changes a graph is a pass in a row.
+"""
 
 from .algebra.add_before_reduce import AddBeforeReduce
 from .algebra.cancel_gather_shard import CancelGatherShard
@@ -27,49 +21,21 @@ from .algebra.reduce_after_view import ReduceAfterView
 from .algebra.reuse_gather import ReuseGather
 from .algebra.scatter_before_reduce import ScatterBeforeReduce
 from .algebra.shard_before_collective import ShardBeforeCollective
+from .borders.agree import Agree
+from .borders.copy_written import CopyWritten
+from .borders.keep_order import KeepOrder
+from .borders.pin import Pin
+from .borders.record import Record
 from .functional.lower import Lower
 from .functional.raise_ import Raise
-from .graph.compare import Simulation
-from .graph.count import count
-from .graph.groups import MeshGroups, known
-from .graph.sizes import settle
-from .graph.verify import Seen
-from .graph.verify import verify as verify_graph
 from .overlap.bucket import Bucket
 from .overlap.regather import Regather
 from .overlap.schedule import Schedule
+from .overlap.split_batch import SplitBatch
+from .stages import HALVES, INFERENCE, JOINT, MARKED, Pass, Stage
 
-EXACTNESS = ("bitwise", "reassociates", "casts")
-"""What a pass may do to the numerical results, from the strictest to the loosest: keep every bit, add in another order,
-or compute in another precision."""
-
-MAX_ROUNDS = 32
-"""The number of rounds within which simplification must reach a fixpoint."""
-
-
-class Pass(Protocol):
-    """A rewrite of a graph in place. It is deterministic and does the same on all ranks."""
-
-    @property
-    def name(self) -> str:
-        """The name by which `run` and `select` refer to the pass."""
-        ...
-
-    @property
-    def exactness(self) -> str:
-        """One of `EXACTNESS`."""
-        ...
-
-    def __call__(self, graph: fx.Graph) -> int:
-        """Rewrite `graph` in place and return the number of rewrites."""
-        ...
-
-
-PREPARE: tuple[Pass, ...] = (
-    # Before everything else: the simplifying passes read redistribution operators only.
-    Raise(),
-)
-"""Passes that bring a graph into the form the other passes read. They run once, before the others."""
+PREPARE: tuple[Pass, ...] = (Raise(),)
+"""Passes that bring a graph into the form the other passes read."""
 
 SIMPLIFY: tuple[Pass, ...] = (
     # First remove duplicate and unused nodes: the passes below count users.
@@ -109,211 +75,108 @@ SIMPLIFY: tuple[Pass, ...] = (
 """The algebra. These passes run in rounds until none of them changes the graph, before any collective is
 asynchronous."""
 
-PIPELINE: tuple[Pass, ...] = (
-    *PREPARE,
-    *SIMPLIFY,
-    # On the simplified joint graph: marks nodes for the partitioner and changes nothing else.
-    Regather(),
-    # Turns collectives into start/wait pairs, which no pass above reads.
-    Lower(),
-    # Before schedule: collectives that share a buffer start together.
-    Bucket(),
-    # Last: no pass may change the order that it chose.
-    Schedule(),
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        "raise",
+        (JOINT, *HALVES),
+        PREPARE,
+        why="before everything else, as the simplifying passes read redistribution operators only",
+    ),
+    Stage(
+        "simplify",
+        (JOINT, *HALVES),
+        SIMPLIFY,
+        why="before the partition, so that what to save for the backward is decided on the collectives that remain, "
+        "and after it, as each half has values that only the other one needed",
+        fixpoint=True,
+    ),
+    Stage(
+        "divide",
+        (MARKED, INFERENCE),
+        (
+            # First: what it inserts is a part of the batch or of the forward like anything else.
+            CopyWritten(),
+            # Before regather, which then marks gathers as they will run.
+            SplitBatch(),
+            # Last: marks nodes for the partitioner and changes nothing else.
+            Regather(),
+        ),
+        why="once it is known which inputs are parameters, and after whatever shrinks or merges collectives",
+    ),
+    Stage(
+        "overlap",
+        HALVES,
+        (
+            # Turns collectives into start/wait pairs, which no pass above reads.
+            Lower(),
+            # Before schedule: collectives that share a buffer start together.
+            Bucket(),
+            # Last: no pass may change the order that it chose.
+            Schedule(),
+        ),
+        why="when nothing can be saved any more, what is left is sent while something is computed",
+    ),
+    Stage(
+        "borders",
+        HALVES,
+        (
+            # Right after schedule: it keeps that order.
+            Pin(),
+            # Before keep_order, so that the first collective waits for the agreement.
+            Agree(),
+            KeepOrder(),
+        ),
+        why="after all passes that reorder, as these fix the order of collectives",
+        open=False,
+    ),
+    Stage(
+        "record",
+        HALVES,
+        (Record(),),
+        why="at the very end, so that the other passes see the same graph with and without",
+        open=False,
+    ),
 )
-"""All passes, in the order in which they run."""
+"""What runs on which graph, in order, with the reason for its place."""
 
+_ordered = (*PREPARE, *SIMPLIFY, *[p for stage in STAGES for p in stage.passes])
 
-@dataclass(frozen=True)
-class PassRecord:
-    """The record of one run of one pass.
+REGISTERED: tuple[Pass, ...] = tuple({p.name: p for p in _ordered}.values())
+"""All passes of this library, each once."""
 
-    Attributes:
-        name: name of the pass.
-        exactness: one of `EXACTNESS`.
-        round: round of simplification, from 0; always 0 for passes outside `SIMPLIFY`.
-        rewrites: number of rewrites.
-        seconds: time that the rewriting took, in seconds, without verification.
-        before: number of collectives of each kind in the graph before the pass.
-        after: number of collectives of each kind in the graph after the pass.
-    """
-
-    name: str
-    exactness: str
-    round: int
-    rewrites: int
-    seconds: float
-    before: Counter[str]
-    after: Counter[str]
-
-
-Observer = Callable[[int, str, fx.Graph], None]
-
-
-def select(passes: Iterable[Pass | str] | None = None, disable: Iterable[str] = ()) -> tuple[Pass, ...]:
-    """Return the passes to run: `passes`, or all of `PIPELINE`, without the disabled ones.
-
-    Args:
-        passes: passes or their names, in the order in which they run; None for `PIPELINE`.
-        disable: names of passes to leave out.
-
-    Raises:
-        ValueError: a name belongs to no pass.
-    """
-    known = {p.name: p for p in PIPELINE}
-    given = PIPELINE if passes is None else tuple(passes)
-    chosen = [known[_checked(p, known)] if isinstance(p, str) else p for p in given]
-    known.update({p.name: p for p in chosen})
-    off = {_checked(name, known) for name in disable}
-    return tuple([p for p in chosen if p.name not in off])
-
-
-def _checked(name: str, known: Iterable[str]) -> str:
-    names = list(known)
-    if name in names:
-        return name
-    near = get_close_matches(name, names, n=1)
-    advice = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(names)}"
-    raise ArgumentError(f"there is no pass {name!r}; {advice}")
-
-
-def run(
-    gm: fx.GraphModule | fx.Graph,
-    *,
-    passes: Sequence[Pass | str] | None = None,
-    disable: Sequence[str] = (),
-    verify: bool = True,
-    traced: bool = False,
-    meshes: Sequence[MeshGroups] = (),
-    simulate: Simulation | None = None,
-    observe: Observer | None = None,
-) -> list[PassRecord]:
-    """Run passes on a graph, in place, and verify the graph after each pass that changed it.
-
-    The passes of `PREPARE` run once, those of `SIMPLIFY` in rounds until none of them changes the graph, then the
-    others once each. Within each of the three, they run in the order given.
-
-    Args:
-        gm: the graph to rewrite.
-        passes: passes or their names; None for all of `PIPELINE`.
-        disable: names of passes to leave out.
-        verify: whether to verify the graph, first as it was given and then after each pass that changed it.
-        traced: whether a trace has just computed the values of all nodes, so that the first verification need not
-            compute them again.
-        meshes: the groups of each mesh and their links. Passes know of no other relations between groups. They must be
-            the same on all ranks.
-        simulate: if given, the simulated ranks on which the graph is run before and after each pass that changed it, to
-            compare the results.
-        observe: called with a running index, "input" or the name of the pass, and the graph: once at the start and
-            after each pass that changed the graph, before it is verified.
-
-    Returns:
-        One record for each run of a pass, in order.
-
-    Raises:
-        ValueError: a name belongs to no pass.
-        InvalidInputError: the graph was invalid as given; nothing was changed.
-        PassError: a pass left an invalid graph or changed what it computes, or simplification did not reach a fixpoint.
-    """
-    chosen = select(passes, disable)
-    graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
-    numbers = settle(graph)
-    runner = _Runner(graph, Seen.of(graph, traced=traced) if verify else None, simulate, observe, numbers)
-    first, names = ({p.name for p in part} for part in (PREPARE, SIMPLIFY))
-    with known(meshes):
-        for p in chosen:
-            if p.name in first:
-                runner.apply(p, 0)
-        runner.to_fixpoint([p for p in chosen if p.name in names])
-        for p in chosen:
-            if p.name not in first | names:
-                runner.apply(p, 0)
-    settle(graph, runner.numbers)
-    if isinstance(gm, fx.GraphModule):
-        gm.recompile()
-    return runner.records
-
-
-class _Runner:
-    def __init__(
-        self,
-        graph: fx.Graph,
-        seen: Seen | None,
-        simulate: Simulation | None,
-        observe: Observer | None,
-        numbers: int,
-    ) -> None:
-        self.graph, self.seen, self.simulate, self.observe, self.numbers = graph, seen, simulate, observe, numbers
-        self.records: list[PassRecord] = []
-        self.stage = 0
-        try:
-            self.check("input")
-        except PassError as error:
-            raise InvalidInputError(str(error)) from error
-        self.counted = count(graph)
-
-    def check(self, name: str) -> None:
-        if self.observe is not None:
-            self.observe(self.stage, name, self.graph)
-        if self.seen is not None:
-            verify_graph(self.graph, name, self.seen)
-        self.stage += 1
-
-    def to_fixpoint(self, passes: Sequence[Pass]) -> None:
-        active: list[str] = []
-        for round in range(MAX_ROUNDS):
-            active = [p.name for p in passes if self.apply(p, round)]
-            if not active:
-                return
-        raise PassError(
-            f"simplification did not reach a fixpoint in {MAX_ROUNDS} rounds; still active: {', '.join(active)}"
-        )
-
-    def apply(self, p: Pass, round: int) -> int:
-        self.numbers = settle(self.graph, self.numbers)
-        before, original = self.counted, self.snapshot()
-        start = time.perf_counter()
-        with Stage(f"pass {p.name}", inside=True):
-            rewrites = p(self.graph)
-        seconds = time.perf_counter() - start
-        if rewrites:
-            self.check(p.name)
-            if self.simulate is not None and original is not None:
-                self.compare(p, original, self.simulate)
-            self.counted = count(self.graph)
-        self.records.append(PassRecord(p.name, p.exactness, round, rewrites, seconds, before, self.counted))
-        return rewrites
-
-    def snapshot(self) -> fx.Graph | None:
-        if self.simulate is None:
-            return None
-        return copy_graph(self.graph)
-
-    def compare(self, p: Pass, original: fx.Graph, simulation: Simulation) -> None:
-        try:
-            simulation.check(original, self.graph, exact=p.exactness == "bitwise")
-        except PassError as error:
-            raise PassError(f"pass {p.name!r}, declared {p.exactness}: {error}") from error
-
-
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of `graph` that shares its module's attributes and the values of its nodes."""
-    known: dict[fx.Node, fx.Node] = {}
-    new = fx.Graph(owning_module=graph.owning_module)
-    for node in graph.nodes:
-        known[node] = new.node_copy(node, known.__getitem__)
-    return new
-
+PIPELINE: tuple[Pass, ...] = tuple([p for p in REGISTERED if not p.when])
+"""The passes that run unless options say otherwise, in the order in which `run` runs them."""
 
 __all__ = [
-    "EXACTNESS",
-    "MAX_ROUNDS",
     "PIPELINE",
     "PREPARE",
+    "REGISTERED",
     "SIMPLIFY",
-    "Pass",
-    "PassRecord",
-    "copy_graph",
-    "run",
-    "select",
+    "STAGES",
+    "AddBeforeReduce",
+    "Agree",
+    "Bucket",
+    "CancelGatherShard",
+    "CommonSubexpressions",
+    "ComputeBeforeGather",
+    "CopyWritten",
+    "DeadCode",
+    "FuseAllReduce",
+    "FuseReduceScatter",
+    "KeepOrder",
+    "LocalizeReplicated",
+    "Lower",
+    "MergeAxes",
+    "NarrowCollectives",
+    "Pin",
+    "Raise",
+    "Record",
+    "ReduceAfterScale",
+    "ReduceAfterView",
+    "Regather",
+    "ReuseGather",
+    "ScatterBeforeReduce",
+    "Schedule",
+    "ShardBeforeCollective",
+    "SplitBatch",
 ]

@@ -19,6 +19,7 @@ ROOMS = {
     "dtensor": [
         ["errors"],
         ["torch_private"],
+        ["prices"],
         ["layout", "program"],
         ["job"],
         ["mesh"],
@@ -39,11 +40,18 @@ ROOMS = {
         ["rule"],
         ["call"],
         ["choose", "local_calls", "notation", "sampling"],
-        ["pattern"],
+        ["plan"],
+        ["bind"],
         ["families"],
         ["lookup"],
     ],
-    "dtensor.passes": [["graph"], ["functional", "algebra", "overlap"], ["pipeline"]],
+    "dtensor.passes": [
+        ["graph"],
+        ["stages"],
+        ["functional", "algebra", "overlap", "borders"],
+        ["pipeline"],
+        ["runner"],
+    ],
     "dtensor.compile": [["estimates"], ["recording"], ["backends"], ["bisect", "packages", "reports"]],
 }
 """Package -> its rooms, lowest first: each imports from itself and from those below, never from one beside it."""
@@ -51,19 +59,24 @@ ROOMS = {
 ENTRIES = 16
 """As many files and folders a folder may hold beside `__init__.py`, so that its listing is read at a glance."""
 
-FLAT = {"dtensor.rules.families": 24, "dtensor.passes.algebra": 16}
-"""Lists, of which each file is one of a kind."""
+LISTS = ("dtensor.rules.families", "dtensor.passes.algebra")
+"""Folders that are lists, of which each file is one of a kind: CONTRIBUTING invites to add to them."""
 
 PASSES_KNOW = (
     "torch_private",
     "errors",
+    "prices",
     "layout",
     "job.groups",
+    "job.collective_order",
     "mesh.tensor_spec",
     "mesh.provenance",
     "program.source_lines",
     "program.stages",
+    "comm.agreement",
     "comm.collectives",
+    "comm.profiled",
+    "comm.replication_check",
     "comm.wire_dtypes",
     "rules",
 )
@@ -154,14 +167,15 @@ def test_a_listing_is_read_at_a_glance(folder):
     links = LINKS if folder == FOLDERS["dtensor"] else ()
     entries = [p for p in folder.iterdir() if p.suffix != ".typed" and not p.name.startswith("__")]
     entries = [p for p in entries if p.name not in links]
+    entries = [p for p in entries if not p.is_symlink()]  # they stand at the top
     name = next(n for n, p in MODULES.items() if p == folder / "__init__.py")
-    assert len(entries) <= FLAT.get(name, ENTRIES), f"{name} holds {len(entries)}"
+    assert name in LISTS or len(entries) <= ENTRIES, f"{name} holds {len(entries)}"
     assert ast.get_docstring(parsed(folder / "__init__.py")), f"{name} does not say what it is for"
 
 
 PYTHONS = {
     "dtensor.compile.packages.identities": "caught where a package is written",
-    "dtensor.mesh.links": "part of the error about the file",
+    "dtensor.prices.calibrated": "part of the error about the file",
     "dtensor.parallel.whole_model.plan": "part of the error about the file",
     "dtensor.passes.graph.simulate": "what a simulated rank would raise",
     "dtensor.runs.records.storage": "part of the error about the file",
@@ -180,7 +194,7 @@ def test_errors_are_of_one_tree(name):
     assert not found or name in PYTHONS, f"{name} raises {found}; write a class of dtensor.errors"
 
 
-UNTESTED = {"errors", "torch_private", "__main__", "pipeline", "families", "estimates"}
+UNTESTED = {"errors", "torch_private", "__main__", "stages", "pipeline", "runner", "families", "estimates"}
 """Rooms that have no folder of tests: files, and what the tests of those above show."""
 
 
@@ -215,6 +229,71 @@ def test_private_torch_stays_in_one_room(name):
         assert not private, f"{name} imports {found}"
         if name != "dtensor.tensor.torch_dtensor" or found in imports(name, MODULES[name], top_level_only=True):
             assert not found.startswith("torch.distributed.tensor"), f"{name} imports {found}"
+
+
+PASSES = tuple(f"dtensor.passes.{room}." for room in ("algebra", "borders", "functional", "overlap"))
+"""The rooms of the passes, and of what they share: only what stands there changes a graph."""
+
+CHANGES_GRAPHS = {
+    "dtensor.passes.graph.copying": "makes a copy",
+    "dtensor.passes.graph.ir": "what passes write with",
+    "dtensor.passes.graph.node_order": "what passes reorder with",
+    "dtensor.passes.graph.ordered": "what passes fix an order with",
+    "dtensor.passes.graph.sizes": "writes the numbers that symbols turned out to be, before each pass",
+    "dtensor.torch_private.compiling": "Inductor's function for a fixed order",
+    "dtensor.torch_private.partitioning": "a part of torch's partitioner",
+    "dtensor.torch_private.symbolic_sizes": "mends a call that torch wrote wrongly, before the first stage",
+    "dtensor.compile.bisect.rebuild": "builds a graph from a script",
+    "dtensor.compile.bisect.judging": "completes the copy of a graph on which a pass was stopped",
+}
+"""Other modules that change or build graphs -> why they are no pass."""
+
+WRITES = {
+    *("call_function", "create_node", "node_copy", "placeholder", "inserting_before", "inserting_after"),
+    *("erase_node", "eliminate_dead_code", "replace_all_uses_with", "replace_input_with", "insert_arg", "update_arg"),
+    *("prepend", "order_after", "preserve_node_ordering", "set_codegen"),
+}
+"""Functions of torch by which a graph is changed."""
+
+OURS = {
+    "ir": {"insert", "emit", "replace", "redirect", "stand_in", "stand_for_all", "copy"},
+    "node_order": {"rearrange", "sort"},
+    "ordered": {"after"},
+}
+"""Module of `dtensor.passes.graph` -> its functions that change a graph."""
+
+
+def writes_of(path):
+    """What a module does to graphs: calls by which one is changed, and assignments to what a node calls and reads."""
+    helpers = {name: module for module, names in OURS.items() for name in names}
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
+            if node.func.attr in WRITES or node.func.attr in OURS.get(owner, ()):
+                yield node.lineno, node.func.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in WRITES:
+            yield node.lineno, node.func.id
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").rpartition(".")[2] in OURS:
+            yield from (
+                (node.lineno, a.name) for a in node.names if helpers.get(a.name) == node.module.rpartition(".")[2]
+            )
+        elif isinstance(node, ast.Assign):
+            targets = [t for x in node.targets for t in ast.walk(x) if isinstance(t, ast.Attribute)]
+            written = [t for t in targets if t.attr in ("args", "kwargs", "target")]
+            own = [t for t in written if isinstance(t.value, ast.Name) and t.value.id == "self"]
+            yield from ((t.lineno, f"{t.attr} =") for t in written if t not in own)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_passes_change_graphs(name):
+    """So each change of a graph has its place in `dtensor.passes.STAGES`, and is verified, dumped and bisected."""
+    if name in CHANGES_GRAPHS:
+        assert list(writes_of(MODULES[name])), f"{name} changes no graph; remove it from CHANGES_GRAPHS"
+    of_graphs = any(found.startswith(("torch.fx", "dtensor.passes")) for found in imports(name, MODULES[name]))
+    if name.startswith(PASSES) or name in CHANGES_GRAPHS or not (of_graphs or "fx" in MODULES[name].read_text()):
+        return
+    found = list(writes_of(MODULES[name]))
+    assert not found, f"{name} changes a graph ({found}); make it a pass of a stage (CONTRIBUTING, Add a pass)"
 
 
 def test_top_level_folders_cannot_be_imported_as_such():

@@ -39,12 +39,11 @@ from ..timing import compared, quartiles
 
 TORCH = "torch compiled"
 PARTS = {
-    "verify": "dtensor.passes.pipeline.verify_graph",
-    "count": "dtensor.passes.pipeline.count",
+    "verify": "dtensor.passes.runner.verify_graph",
+    "count": "dtensor.passes.runner.count",
     "list collectives": "dtensor.passes.collectives",
-    "seal agreement": "dtensor.compile.backends.run_passes.seal",
     "know meshes": "dtensor.compile.backends.run_passes.mesh_groups",
-    "take down what is sent": "dtensor.compile.backends.run_passes.finished",
+    "take down what is sent": "dtensor.compile.backends.run_passes.sent_counted",
 }
 """Work to time besides the passes -> the function that does it."""
 

@@ -2,7 +2,7 @@
 
 It runs in one process on a fake process group. Bytes: for every pair of layouts that placements can express, on every
 mesh up to 2×2×2, both libraries redistribute the same tensor, and the bytes that this rank sends are counted from the
-collectives (in a ring algorithm, `dtensor.layout.cost`), with and without groups over several axes for this library.
+collectives (in a ring algorithm, `dtensor.prices.links`), with and without groups over several axes for this library.
 Time: planning pairs of layouts on a 2×2×2 mesh for the first time, with the transitions from a layout cached or not,
 and again. It is compared with the time to start a collective in this process, without any communication.
 """

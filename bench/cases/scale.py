@@ -1,11 +1,11 @@
 """scale: predicted time and communication of a step on meshes of up to 4096 ranks, and the error of the prediction.
 
-A prediction is the simulation of the schedule of the compiled graphs (`dtensor.compile`): collectives by the alpha-beta
-model of `dtensor.layout.cost`, operators by a roofline. The graphs are compiled by one process, which is the first rank
-of the mesh. All axes have the link that this run measures on loopback, as `dtensor calibrate` does. Each rank's part
-of the batch stays the same, so that with perfect scaling the ratio to the fewest ranks is one. The error of the model
-is its prediction for two ranks over the time that two processes take for forward and backward, with operators run one
-by one, as the model assumes.
+A prediction is the simulation of the schedule of the compiled graphs (`dtensor.compile`), priced as `dtensor.prices`
+says: collectives by latency and bandwidth, operators by a roofline. The graphs are compiled by one process, the first
+rank of the mesh. All axes have the link that this run measures on loopback, as `dtensor calibrate` does. Each rank's
+part of the batch stays the same, so that with perfect scaling the ratio to the fewest ranks is one. The error of the
+model is its prediction for two ranks over the time that two processes take for forward and backward, with operators run
+one by one, as the model assumes.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dtensor import init_device_mesh, prepare
 from dtensor.compile import report
-from dtensor.layout.cost import Link
+from dtensor.prices.links import Link
 from dtensor.testing import fake_ranks
 from dtensor.tools import calibration
 from dtensor.tools.demo_plans import PLANS

@@ -3,7 +3,7 @@
 The counts are exact, and nothing is timed: one process is the first rank of a mesh whose other ranks do not exist, and
 counts the calls of its process groups. Directions are forward, backward and optimizer; the last one counts because
 gradients that the backward leaves partial are reduced when the optimizer reads them. Bytes are those that a rank sends
-in a ring algorithm (`dtensor.layout.cost`). Compiled sides run all passes; only Inductor's code generation is left out.
+in a ring algorithm (`dtensor.prices.links`). Compiled sides run all passes; Inductor's code generation is left out.
 """
 
 from collections.abc import Iterator

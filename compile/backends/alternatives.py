@@ -12,9 +12,11 @@ from torch import fx
 
 from dtensor import passes
 from dtensor.mesh.provenance import TRACED
-from dtensor.passes import PREPARE, SIMPLIFY, MeshGroups, Regather, SplitBatch
+from dtensor.passes import MeshGroups
+from dtensor.passes.graph.copying import copy_graph
 from dtensor.passes.graph.groups import known
-from dtensor.passes.pipeline import copy_graph
+from dtensor.passes.runner import planned
+from dtensor.passes.stages import JOINT, MARKED
 
 from ..estimates.meshes import mesh_groups
 from ..estimates.timeline import timeline
@@ -22,8 +24,7 @@ from ..estimates.traffic import traffic
 from ..recording.folder import is_wanted
 from ..recording.frames import Alternative, current_frame
 from .options import Options
-from .run_passes import NOT_JOINT, concerns, direction, mark_parameters
-from .written_inputs import copy_first
+from .run_passes import LAST, compilation_of, concerns, direction, mark_parameters
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -55,7 +56,7 @@ def price_alternatives(
         kwargs: what the partitioner is called with.
     """
     frame = current_frame()
-    if not is_wanted(frame) or not concerns(gm.graph, [p.name for p in PREPARE]):
+    if not is_wanted(frame) or not concerns(gm.graph, Options()):
         return
     meshes = mesh_groups()
     for name, other in changes(options):
@@ -77,19 +78,20 @@ def _priced(
     meshes: tuple[MeshGroups, ...],
     kwargs: dict[str, Any],
 ) -> Alternative:
-    chosen = [p.name for p in passes.select(options.passes, options.disable)]
+    def on(graph: fx.Graph, kind: str) -> None:
+        compilation = compilation_of(options, kind, current_frame())
+        chosen = planned(compilation, options.chosen(), options.disable, communicates=True)
+        passes.run(graph, passes=[p for p in chosen if p.stage not in LAST], verify=False, meshes=meshes)
+
     if name == "passes":
-        joint = [p.name for p in (*PREPARE, *SIMPLIFY) if p.name in chosen and p.name not in NOT_JOINT]
-        passes.run(gm.graph, passes=joint, traced=True, meshes=meshes)
-    copy_first(gm.graph)
+        on(gm.graph, JOINT)
     mark_parameters(gm.graph, kwargs.get("static_lifetime_input_indices") or ())
-    prepared = [SplitBatch(options.split_batch)] if options.split_batch > 1 else []
-    passes.run(gm.graph, passes=[*prepared, Regather(options.memory_budget)], verify=False, meshes=meshes)
+    on(gm.graph, MARKED)
     gm.recompile()
     made = Alternative(name)
     for half in partition(gm, joint_inputs, **kwargs):
         where = direction(half.graph, False)
-        passes.run(half.graph, passes=chosen, traced=True, verify=False, meshes=meshes)
+        on(half.graph, where)
         found = timeline(half.graph)
         made.seconds[where], made.peak[where] = found.seconds, found.peak
         exposed = {s.number: s.exposed for s in found.spans if s.communicates}

@@ -16,7 +16,6 @@ from dtensor.dispatch.strictness import strict
 from dtensor.dispatch.view_copies import lose, root
 from dtensor.errors import ArgumentError
 from dtensor.job.job import explain, failure_told
-from dtensor.mesh.provenance import keeps_specs
 from dtensor.tensor.compile_hooks import PARTITIONER, chained, others_partitioner
 from dtensor.tensor.tensor import DTensor, complete_tangents
 from dtensor.torch_private.compiling import (
@@ -35,9 +34,8 @@ from dtensor.torch_private.partitioning import min_cut_partition
 from ..recording.watch_compiles import dumped
 from .alternatives import price_alternatives
 from .inductor import STAGES, Partition
-from .insert_taps import insert_taps
 from .options import Options
-from .run_passes import branches, direction, optimise, prepare_partition, simplify_joint
+from .run_passes import branches, optimise, partitioned, simplify_joint
 
 
 def backend(
@@ -138,9 +136,7 @@ def _partition(options: Options, gm: fx.GraphModule, joint_inputs: Any, **kwargs
         branch.recompile()
     simplify_joint(gm.graph, options)
     price_alternatives(gm, joint_inputs, options, min_cut_partition, **kwargs)
-    prepare_partition(gm.graph, options, kwargs.get("static_lifetime_input_indices") or ())
-    gm.recompile()
-    return min_cut_partition(gm, joint_inputs, **kwargs)
+    return partitioned(gm, joint_inputs, options, min_cut_partition, **kwargs)
 
 
 def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
@@ -152,8 +148,6 @@ def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., A
                 optimise(branch.graph, options, inference=inference, within=True)
                 branch.recompile()
             optimise(gm.graph, options, inference=inference)
-            if keeps_specs():
-                insert_taps(gm.graph, direction(gm.graph, inference))
             gm.recompile()
             return boxed(gm.forward)
 

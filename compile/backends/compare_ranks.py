@@ -1,15 +1,44 @@
 """Whether the ranks of a job compile matching graphs: compares what each rank communicates in its graphs.
 
-`insert_agreement` makes the ranks compare at run time, where a difference is an error. Here one process holds the
+The pass `agree` makes the ranks compare at run time, where a difference is an error. Here one process holds the
 graphs of all ranks, compiled one after the other as each rank in turn (`dtensor.testing.fake_ranks`), and nothing runs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import combinations
 
-from dtensor.job.collective_order import alike, difference
+from torch import fx
 
-from .insert_agreement import Collectives
+from dtensor.job.collective_order import alike, difference
+from dtensor.job.groups import group_ranks
+from dtensor.passes.borders.agree import entry
+from dtensor.passes.graph import ir
+from dtensor.passes.graph.count import between_ranks
+
+Collectives = list[tuple[tuple[int, ...], str]]
+"""What a graph communicates, in order: the ranks of each collective, and the text by which ranks compare it."""
+
+_heard: ContextVar[list[Collectives] | None] = ContextVar("dtensor_heard", default=None)
+
+
+@contextmanager
+def overheard() -> Iterator[list[Collectives]]:
+    """Collect what each graph that is compiled inside the context communicates: one item per graph, forwards first."""
+    token = _heard.set(heard := [])
+    try:
+        yield heard
+    finally:
+        _heard.reset(token)
+
+
+def hear(graph: fx.Graph) -> None:
+    """Tell the context of `overheard`, if there is one, of a graph whose collectives no pass reorders any more."""
+    heard = _heard.get()
+    if heard is not None:
+        places = ir.gradients(graph)
+        heard.append([(group_ranks(group), entry(node, places)) for node, group in between_ranks(graph)])
 
 
 def disagreement(told: Mapping[int, Sequence[Collectives]]) -> str | None:
@@ -21,7 +50,7 @@ def disagreement(told: Mapping[int, Sequence[Collectives]]) -> str | None:
 
     Args:
         told: rank -> what its graphs communicate, in the order in which they were compiled, as
-            `insert_agreement.overheard` gives it.
+            `overheard` gives it.
     """
     counts = {rank: len(graphs) for rank, graphs in told.items()}
     if len(set(counts.values())) > 1:
@@ -62,4 +91,4 @@ def _circular(graphs: Mapping[int, Collectives]) -> str | None:
     return "\n".join(["the ranks wait for each other in a cycle:", *lines])
 
 
-__all__ = ["disagreement"]
+__all__ = ["Collectives", "disagreement", "hear", "overheard"]

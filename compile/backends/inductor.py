@@ -31,9 +31,8 @@ from dtensor.torch_private.peak_memory import estimate_memory_as_generated
 
 from ..estimates.meshes import mesh_groups, mesh_kinds
 from .alternatives import price_alternatives
-from .insert_taps import insert_taps
 from .options import Options
-from .run_passes import direction, optimise, prepare_partition, simplify_joint
+from .run_passes import direction, optimise, partitioned, run_anywhere, simplify_joint
 
 
 class JointPasses(CustomInferenceAwareGraphPass):
@@ -47,7 +46,8 @@ class JointPasses(CustomInferenceAwareGraphPass):
 
     def uuid(self) -> Any:
         """The cache key; None if the options require that nothing is taken from a cache."""
-        return (trace_key(), repr(self.options)) if self.options.cacheable and not keeps_specs() else None
+        cacheable = self.options.cacheable and not keeps_specs()
+        return (trace_key(), self.options.fingerprint()) if cacheable else None
 
 
 class Passes(JointPasses):
@@ -58,8 +58,11 @@ class Passes(JointPasses):
         sizes_defined_by(torch.ops.dtensor.local_length.default, local_lengths)
         estimate_memory_as_generated()
         optimise(graph, self.options, inference=is_inference, within=is_within())
-        if keeps_specs() and not is_within():
-            insert_taps(graph, direction(graph, is_inference))
+
+
+def record_only(graph: fx.Graph, is_inference: bool) -> None:
+    """Let a recorder have its part of a graph on which no other passes run."""
+    run_anywhere(graph, direction(graph, is_inference), within=is_within())
 
 
 class Partition(CustomPartitionerFn):
@@ -75,12 +78,10 @@ class Partition(CustomPartitionerFn):
         partition = self.then or min_cut_partition
         with all_symbols_saved():
             price_alternatives(gm, joint_inputs, self.options, partition, **kwargs)
-        prepare_partition(gm.graph, self.options, kwargs.get("static_lifetime_input_indices") or ())
-        with all_symbols_saved():
-            return partition(gm, joint_inputs, **kwargs)
+            return partitioned(gm, joint_inputs, self.options, partition, **kwargs)
 
     def uuid(self) -> Any:
-        return trace_key(), repr(self.options), self.then and self.then.uuid()
+        return trace_key(), self.options.fingerprint(), self.then and self.then.uuid()
 
 
 rebuild_damaged()

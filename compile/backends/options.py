@@ -10,7 +10,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from dtensor.errors import ArgumentError, ArgumentTypeError
-from dtensor.passes import PIPELINE, Raise
+from dtensor.passes import PIPELINE, REGISTERED, Pass, Raise, select
+from dtensor.passes.runner import check_pass
 from dtensor.program import environment
 
 INNER = ("inductor", "aot_eager", "eager")
@@ -25,7 +26,9 @@ class Options:
     Attributes:
         inner: what runs the graph: "inductor" generates code, "aot_eager" runs the graph that the passes produced
             operator by operator, "eager" runs Dynamo's graph as it is, without AOTAutograd and passes.
-        passes: names of the passes to run, in order; None for all of `dtensor.passes.PIPELINE`.
+        passes: the passes to run, in the order in which they run within their stages: names, instances of
+            `dtensor.passes.Pass` of your own, and `...` for all of `dtensor.passes.PIPELINE` that are not named; None
+            for all of these. What is compiled with a pass that has no `fingerprint` is not taken from a cache.
         disable: names of passes to leave out.
         strict: compile as under `dtensor.strict()`: an implicit redistribution that communicates, in forward or
             backward, fails the compilation. With inner="eager" the graph runs under it.
@@ -43,7 +46,7 @@ class Options:
     """
 
     inner: str = "inductor"
-    passes: tuple[str, ...] | None = None
+    passes: tuple[str | Pass, ...] | None = None
     disable: tuple[str, ...] = ()
     strict: bool = False
     dump: str | None = None
@@ -56,7 +59,21 @@ class Options:
     def cacheable(self) -> bool:
         """Whether compiled code may come from a cache: to be verified, examined or dumped, a graph must be compiled
         anew."""
-        return self.dump is None and not self.verify and not environment.findings()
+        known = all(p.fingerprint is not None for p in self.own_passes())
+        return known and self.dump is None and not self.verify and not environment.findings()
+
+    def chosen(self) -> tuple[Pass, ...]:
+        """Return the passes that are to run, in order."""
+        return select(self.passes, self.disable)
+
+    def own_passes(self) -> tuple[Pass, ...]:
+        """Return the passes of the program among them."""
+        return tuple([p for p in self.passes or () if isinstance(p, Pass)])
+
+    def fingerprint(self) -> str:
+        """Return what the options are, as part of a cache key."""
+        said = [(p.name, p.stage, p.exactness, p.fingerprint) if isinstance(p, Pass) else p for p in self.passes or ()]
+        return repr((replace(self, passes=None), self.passes is None, said))
 
     def at_level(self) -> "Options":
         """Return these options with what the environment says instead, if it says how far to compile: `inner` goes no
@@ -124,15 +141,44 @@ def _inner(option: str, given: Any) -> str:
 def _names(option: str, given: Any) -> tuple[str, ...]:
     if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(n, str) for n in given):
         raise ArgumentTypeError(f"{option} is a list of pass names, got {given!r}")
-    known = [p.name for p in PIPELINE]
     for name in given:
-        if name not in known:
-            raise ArgumentError(f"unknown pass {name!r} in {option}{_nearest(name, known)}")
+        _known(option, name)
+        required = REQUIRED.get(name)
+        if required:
+            raise ArgumentError(f"the pass {name!r} in {option} cannot be left out: without it {required}")
     return tuple(given)
 
 
-def _names_or_none(option: str, given: Any) -> tuple[str, ...] | None:
-    return None if given is None else _names(option, given)
+REQUIRED = {p.name: p.required for p in REGISTERED if p.required}
+"""Pass that cannot be left out -> why."""
+
+
+def _known(option: str, name: str) -> None:
+    known = [p.name for p in REGISTERED]
+    if name not in known:
+        raise ArgumentError(f"unknown pass {name!r} in {option}{_nearest(name, known)}")
+
+
+def _passes(option: str, given: Any) -> tuple[str | Pass, ...] | None:
+    if given is None:
+        return None
+    if isinstance(given, (str, Pass)) or not isinstance(given, Iterable):
+        raise ArgumentTypeError(f"{option} is a list of passes and names of passes, got {given!r}")
+    listed = list(given)
+    if listed.count(...) > 1:
+        raise ArgumentError(f"{option} says ... more than once; it stands for all passes that are not named")
+    taken = {p.name for p in REGISTERED}
+    for p in listed:
+        if isinstance(p, str):
+            _known(option, p)
+        elif p is not ...:
+            check_pass(p)
+            if p.name in taken:
+                raise ArgumentError(f"there are two passes {p.name!r} in {option}; give yours another name")
+            taken.add(p.name)
+    named = [p for p in listed if isinstance(p, str)]
+    rest = [p.name for p in PIPELINE if p.name not in named]
+    return tuple([q for p in listed for q in (rest if p is ... else [p])])
 
 
 def _switch(option: str, given: Any) -> bool:
@@ -174,7 +220,7 @@ def _nearest(name: str, known: Any) -> str:
 
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "inner": _inner,
-    "passes": _names_or_none,
+    "passes": _passes,
     "disable": _names,
     "strict": _switch,
     "dump": _folder,

@@ -9,8 +9,8 @@ from torch import fx
 from dtensor import passes
 from dtensor.errors import PassError
 from dtensor.passes import MeshGroups, Pass, Simulation, text
+from dtensor.passes.graph.copying import copy_graph
 from dtensor.passes.graph.verify import Seen, verify
-from dtensor.passes.pipeline import copy_graph
 from dtensor.torch_private.core import disable_current_modes
 
 from .judging import Problem, Reference, Suspect, first_wrong_step, raised
@@ -148,12 +148,13 @@ class _Wrong(Exception):
         self.finding = finding
 
 
-class _Watched:
+class _Watched(Pass):
     """A pass that is watched: it raises `_Wrong` if it goes wrong."""
 
     def __init__(self, suspect: Suspect, where: str, seen: Seen, reference: list[Reference]) -> None:
         self.suspect, self.where, self.seen, self.reference = suspect, where, seen, reference
-        self.name, self.exactness = suspect.rewrite.name, suspect.rewrite.exactness
+        rewrite = suspect.rewrite
+        self.name, self.stage, self.exactness = rewrite.name, rewrite.stage, rewrite.exactness
         self.runs = 0
         self.last: GraphFinding | None = None
 

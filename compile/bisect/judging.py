@@ -12,11 +12,11 @@ from dtensor.errors import PassError
 from dtensor.passes import MeshGroups, Pass, Simulation
 from dtensor.passes.graph import groups, ir
 from dtensor.passes.graph.compare import Difference, differences, random_inputs
+from dtensor.passes.graph.copying import copy_graph
 from dtensor.passes.graph.node_order import sort
 from dtensor.passes.graph.simulate import simulate
 from dtensor.passes.graph.steps import Steps, Stopped, limited
 from dtensor.passes.graph.verify import Seen, verify
-from dtensor.passes.pipeline import copy_graph
 from dtensor.torch_private.core import disable_current_modes
 
 CONFIRMED = 2

@@ -11,8 +11,9 @@ from torch import fx
 from dtensor.comm import collectives
 from dtensor.comm.start_collectives import OVER_GLOO
 from dtensor.errors import PassError
-from dtensor.layout.cost import Link, Network
-from dtensor.passes import PIPELINE, MeshGroups, Pass, Simulation, SplitBatch, text, verify
+from dtensor.passes import REGISTERED, Compilation, MeshGroups, Pass, Simulation, text, verify
+from dtensor.passes.stages import MARKED
+from dtensor.prices.links import Link, Network
 from dtensor.testing import fake_ranks
 
 from .judging import Problem, Reference, Suspect
@@ -102,9 +103,8 @@ def _mesh(mesh: Mesh, names: Mapping[str, str]) -> MeshGroups:
 
 def rewrite(case: Case) -> Pass | None:
     """Return the pass of a case as it is here; None if there is none of that name."""
-    if case.rewrite == SplitBatch.name:
-        return SplitBatch(case.parts)
-    return next((p for p in PIPELINE if p.name == case.rewrite), None)
+    compilation = Compilation(MARKED, "inductor", frozenset([p.name for p in REGISTERED]), split_batch=case.parts)
+    return next((p.taking(compilation) for p in REGISTERED if p.name == case.rewrite), None)
 
 
 def main(case: Case, before: Build, after: Build | None = None) -> int:

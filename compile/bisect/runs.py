@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from dtensor.passes import PIPELINE
+from dtensor.passes import REGISTERED
 from dtensor.program import environment
 
 from .blame import Blame
@@ -99,7 +99,7 @@ class _Bisection:
 
     def by_pass(self, level: str, title: str, what: str) -> Blame:
         """The blame of the first pass in the list with which a level differs; without passes it does not."""
-        names = [p.name for p in PIPELINE]
+        names = list(NAMES)
         low, high = 0, len(names)
         while high - low > 1:
             middle = (low + high) // 2
@@ -133,13 +133,17 @@ LEVELS = (
 """Level -> who is to blame if it differs without passes, and its title."""
 
 
+NAMES = tuple([p.name for p in REGISTERED if not p.required])
+"""The passes that can be left out, in order."""
+
+
 def _level(level: str, passes: Sequence[str] | None = None) -> dict[str, str]:
     """The variables for a level, with these passes only; None for those that the program runs with."""
     variables = {environment.LEVEL: level}
     if passes is not None and not passes:
         variables[environment.VARIABLES["passes"]] = environment.OFF
     elif passes is not None:
-        left_out = [p.name for p in PIPELINE if p.name not in passes]
+        left_out = [name for name in NAMES if name not in passes]
         variables[environment.VARIABLES["disable"]] = ",".join(left_out)
     return variables
 

@@ -1,45 +1,43 @@
-"""A rough estimate of how long a graph's local operators take: a roofline.
+"""How long a graph's local operators take: a roofline (`dtensor.prices.machine`) of the kernels that compilers make of
+them (`dtensor.prices.kernels`).
 
-    seconds = max(floating-point operations / peak, bytes moved / memory bandwidth) + launch
-
-Only the products that `torch.utils.flop_counter` knows count as floating-point operations. Bytes are those of a
-compiler that fuses elementwise operators: an edge between two of them moves nothing. Views are free, and of a part of a
-tensor only that part is read. The numbers in
-`dtensor.layout.machine` are orders of magnitude, good enough to show which communication has enough computation to
-overlap with.
+Views are free, and of a part of a tensor only that part is read. The numbers are orders of magnitude, good enough to
+show which communication has enough computation to overlap with.
 """
 
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
 
-from dtensor.layout.machine import MACHINES, Machine
-from dtensor.mesh.links import links_here, links_path
 from dtensor.passes.graph import ir
-from dtensor.torch_private.core import OpOverload
+from dtensor.passes.graph.ordered import called
+from dtensor.prices import operators
+from dtensor.prices.calibrated import links_here, links_path
+from dtensor.prices.kernels import Call, Memory, Share, shares
+from dtensor.prices.machine import MACHINES, Machine
+from dtensor.torch_private.core import tree_leaves
 from dtensor.torch_private.symbolic_sizes import hint
 
-from .traffic import bytes_of, called
+from .traffic import bytes_of
 
 
-def seconds(node: fx.Node, machine: Machine) -> float:
-    """Estimate the time of a local operator in seconds."""
-    if is_free(node):
-        return 0.0
-    moved, flops = _moved(node), _flops(node)
-    if not moved and not flops:
-        return 0.0
-    out = next(iter(ir.tensors(node)), None)
-    return machine.seconds(flops, moved, torch.float32 if out is None else out.dtype)
+def seconds(graph: fx.Graph, machine: Machine) -> dict[fx.Node, float]:
+    """Estimate the seconds of each call of a graph that is not free. Those of a collective are not of its sending."""
+    found: dict[fx.Node, float] = {}
+    for node, share in moved(graph).items():
+        out = next(iter(ir.tensors(node)), None)
+        dtype = torch.float32 if out is None else out.dtype
+        found[node] = machine.seconds(flops_of(node), share.moved, dtype, share.launches)
+    return found
 
 
 def flops(graph: fx.Graph) -> float:
     """Return the floating-point operations of a graph's products on this rank; symbolic sizes count with their example
     values."""
-    return sum([_flops(node) for node in graph.nodes if node.op == "call_function"])
+    return sum([flops_of(node) for node in graph.nodes if node.op == "call_function"])
 
 
 def is_free(node: fx.Node) -> bool:
@@ -63,43 +61,53 @@ def machine_of(graph: fx.Graph) -> Machine:
     return found or MACHINES[device]
 
 
-def _moved(node: fx.Node) -> int:
-    fused = is_pointwise(node)
-    read: dict[fx.Node, int] = {}
-    for x in dict.fromkeys(node.all_input_nodes):
-        base = _base(x)
-        if not (fused and is_pointwise(base)):
-            read[base] = min(_bytes(base), read.get(base, 0) + _bytes(x))
-    written = not fused or any(not is_pointwise(user) for user in node.users)
-    return sum(read.values()) + (_bytes(node) if written else 0)
+def moved(graph: fx.Graph) -> dict[fx.Node, Share]:
+    """Return what each call of a graph that is not free reads and writes, as its share of kernels."""
+    memory: dict[fx.Node, Memory] = {}
+    sizes: dict[Memory, float] = {}
+    calls: dict[fx.Node, Call] = {}
+    kept: set[Memory] = set()
+    for node in graph.nodes:
+        if node.op == "output":
+            kept.update([memory[x] for x in node.all_input_nodes])
+            continue
+        memory[node] = node
+        if node.op != "call_function":
+            sizes[node] = _bytes(node)
+            kept.add(node)
+            continue
+        target, args = called(node)
+        given: list[fx.Node] = []
+        map_arg((args, node.kwargs), given.append)
+        if node.target is getitem and given[0] in calls:
+            memory[node] = given[0], args[1]
+        elif given and ir.aliases(node) and ir.tensors(node):
+            memory[node] = memory[given[0]]
+        if not is_free(node):
+            writes = [(key, float(bytes_of(x))) for key, x in _results(node, memory[node])]
+            sizes |= {key: size for key, size in writes if key not in sizes}
+            reads = [(memory[x], float(_bytes(x))) for x in given]
+            calls[node] = Call.of(target, reads, writes)
+    return dict(zip(calls, shares(list(calls.values()), kept, sizes)))
 
 
-def is_pointwise(node: fx.Node) -> bool:
-    """Whether compilers fuse a node with others of its kind."""
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """The tensor that a chain of views starts from."""
-    while node.op == "call_function" and is_free(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+def _results(node: fx.Node, memory: Memory) -> list[tuple[Memory, torch.Tensor]]:
+    """The tensors among the results of a call, and their memory."""
+    val = ir.value(node)
+    if isinstance(val, torch.Tensor):
+        return [(memory, val)]
+    return [((node, k), x) for k, item in enumerate(val) for x in tree_leaves(item) if isinstance(x, torch.Tensor)]
 
 
 def _bytes(node: fx.Node) -> int:
     return sum(map(bytes_of, ir.tensors(node)))
 
 
-def _flops(node: fx.Node) -> float:
+def flops_of(node: fx.Node) -> float:
+    """Return the floating-point operations of a node."""
     target, args = called(node)
-    count: Any = flop_registry.get(getattr(target, "overloadpacket", None))
-    if count is None:
-        return 0.0
-    given, named = map_arg((args, node.kwargs), lambda x: _plain(ir.value(x)))
-    try:
-        return float(count(*_plain(given), **named, out_val=_plain(ir.value(node))))
-    except (TypeError, ValueError, AssertionError, RuntimeError):  # a formula that does not support this call
-        return 0.0
+    given, named = map_arg((args, node.kwargs), lambda x: ir.value(x))
+    return operators.flops(target, _plain(given), _plain(named), _plain(ir.value(node)))
 
 
 def _plain(val: Any) -> Any:
@@ -107,9 +115,11 @@ def _plain(val: Any) -> Any:
     guards."""
     if isinstance(val, torch.Tensor):
         return torch.Size([hint(n) for n in val.shape])
+    if isinstance(val, dict):
+        return {key: _plain(item) for key, item in val.items()}
     if isinstance(val, (tuple, list)) and not isinstance(val, torch.Size):
         return [_plain(item) for item in val]
     return hint(val) if isinstance(val, torch.SymInt) else val
 
 
-__all__ = ["flops", "is_free", "machine_of", "seconds"]
+__all__ = ["flops", "flops_of", "is_free", "machine_of", "moved", "seconds"]

@@ -14,9 +14,9 @@ from typing import Any
 
 import sympy
 
-from dtensor.layout.cost import WORK, wire_bytes
 from dtensor.mesh.provenance import Moved
 from dtensor.passes.graph import groups
+from dtensor.prices.links import WORK, wire_bytes
 from dtensor.torch_private.symbolic_sizes import hint, size_formula
 
 from .traffic import Sent

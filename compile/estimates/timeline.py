@@ -6,7 +6,7 @@ the collective. A collective that is not split into start and wait is exposed en
 processor from computation, as over gloo, that part of a collective is exposed wherever it is waited for
 (`Machine.taken`).
 
-Times come from `dtensor.layout.cost`, with the links of the known meshes, and from `estimate` for local operators.
+Times come from `dtensor.prices.links`, with the links of the known meshes, and from `estimate` for local operators.
 Memory is what this rank holds: inputs of a step stay until its end, and any other tensor is freed after its last use.
 """
 
@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from dtensor.passes.graph import groups, ir
+from dtensor.passes.graph.ordered import called
 from dtensor.passes.graph.text import target_name
 
 from . import estimate
-from .traffic import Sent, bytes_of, called, is_wait, sent
+from .traffic import Sent, bytes_of, is_wait, sent
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class _Run:
         self.now, self.free, self.count, self.computed = 0.0, 0.0, 0, 0.0
         self.flights: dict[fx.Node, _Flight] = {}
         self.made = Timeline()
-        self.memory = _Memory(graph)
+        self.memory, self.took = _Memory(graph), estimate.seconds(graph, self.machine)
 
     def done(self) -> Timeline:
         for node in self.graph.nodes:
@@ -135,7 +136,7 @@ class _Run:
         elif is_wait(called(node)[0]):
             self.wait(node)
         else:
-            took = estimate.seconds(node, self.machine)
+            took = self.took.get(node, 0.0)
             if took:
                 self.made.spans.append(Span(target_name(called(node)[0]), False, self.now, self.now + took))
                 self.now += took

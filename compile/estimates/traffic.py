@@ -15,8 +15,9 @@ from torch.fx.node import map_arg
 
 from dtensor.comm.collectives import COMMUNICATING
 from dtensor.job.groups import group_ranks
-from dtensor.layout import cost
 from dtensor.passes.graph import ir
+from dtensor.passes.graph.ordered import called
+from dtensor.prices import links
 from dtensor.torch_private.core import tree_leaves
 from dtensor.torch_private.symbolic_sizes import hint
 
@@ -46,7 +47,7 @@ class Sent:
     """One call that communicates.
 
     Attributes:
-        op: a collective of `dtensor.layout.cost.WORK`, or "broadcast".
+        op: a collective of `dtensor.prices.links.WORK`, or "broadcast".
         carried: the collective that is called for it: an all_to_all where the parts of a reduce_scatter are exchanged.
         group: name of the process group.
         ranks: ranks of the group; empty if the group is unknown.
@@ -54,7 +55,7 @@ class Sent:
         dtype: short name of the elements' dtype.
         shapes: shapes of the tensors that this rank passes in.
         buffer: bytes of these tensors.
-        bytes: bytes this rank puts on the wire, with a ring algorithm (`dtensor.layout.cost`).
+        bytes: bytes this rank puts on the wire, with a ring algorithm (`dtensor.prices.links`).
         size: bytes that the cost is computed from: those of the gathered result, or else of the buffer.
         starts: whether the call only starts the collective, and a wait follows.
     """
@@ -70,17 +71,6 @@ class Sent:
     bytes: int
     size: int
     starts: bool
-
-
-def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Return the operator and arguments of a call, without the wrapper that Inductor puts around it for ordering."""
-    if str(node.target) == "control_deps" and len(node.args) > 1:
-        inner: Any = getattr(node.graph.owning_module, str(getattr(node.args[1], "target", "")), None)
-        calls = [n for n in inner.graph.nodes if n.op == "call_function"] if inner is not None else []
-        if inner is not None and len(calls) == 1:
-            outer = dict(zip([n for n in inner.graph.nodes if n.op == "placeholder"], node.args[2:]))
-            return calls[0].target, tuple(map_arg(calls[0].args, lambda n: outer.get(n, n)))
-    return node.target, node.args
 
 
 def operator(target: Any) -> str:
@@ -122,7 +112,7 @@ def sent(node: fx.Node) -> Sent | None:
     given = [x for x in tree_leaves(_values(args[0])) if isinstance(x, torch.Tensor)]
     buffer = sum(map(bytes_of, given))
     size = buffer * len(ranks) if carried == "all_gather" else buffer
-    wire = size if op == "broadcast" else cost.wire_bytes(op, size, len(ranks) or 1)
+    wire = size if op == "broadcast" else links.wire_bytes(op, size, len(ranks) or 1)
     reduce_op = str(args[1]) if carried in ("all_reduce", "reduce_scatter") else record.reduce_op if record else None
     shapes = tuple([tuple([hint(n) for n in x.shape]) for x in given])
     dtype = str(given[0].dtype).removeprefix("torch.") if given else ""
@@ -157,5 +147,5 @@ def _ranks(group: str) -> tuple[int, ...]:
 assert set(COMMUNICATING) <= set(NAMES.values()), "an operator of ours is not counted"
 
 __all__ = [
-    "Sent", "bytes_of", "called", "collective_named", "is_wait", "is_wait_named", "operator", "sent", "traffic",
+    "Sent", "bytes_of", "collective_named", "is_wait", "is_wait_named", "operator", "sent", "traffic",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from dtensor.torch_private.frames import FrameRecorder, Unsupported
 from dtensor.torch_private.kernels import noted_kernels
 from dtensor.torch_private.phases import SAVING, phase
 
-from ..backends.insert_agreement import Collectives, overheard
+from ..backends.compare_ranks import Collectives, overheard
 from ..recording.frames import recent_frames
 from .entries import Entry, Noted, NotPortable, by_reference, take_apart
 from .hooks import hooks

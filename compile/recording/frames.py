@@ -19,12 +19,12 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
-from dtensor.layout.cost import Link
 from dtensor.mesh.provenance import MOVE, PASSES, TRACED, Moved
 from dtensor.passes import CollectiveInfo
 from dtensor.passes.graph import groups, ir
 from dtensor.passes.graph.count import describe
-from dtensor.passes.graph.source import FRAME, Source, module, module_class, source
+from dtensor.passes.graph.source import FRAME, Source, module, module_class, source, tell_modules
+from dtensor.prices.links import Link
 from dtensor.torch_private.compiling import compile_context
 
 from ..estimates.formula import Formula, formula
@@ -298,16 +298,6 @@ def _sent(graph: fx.Graph) -> dict[fx.Node, CollectiveInfo]:
     return {
         node: info for node in ir.communicating(graph) if (info := describe(node)) is not None and info.group_size > 1
     }
-
-
-def tell_modules(graph: fx.Graph) -> None:
-    """Record on nodes of the backward the module of the forward node whose gradient they compute, where torch did not.
-    Both have the same sequence number."""
-    forward = {node.meta.get("seq_nr"): node for node in graph.nodes if node.meta.get("nn_module_stack")}
-    for node in graph.nodes:
-        found = forward.get(node.meta.get("seq_nr", -1))
-        if found is not None and not node.meta.get("nn_module_stack"):
-            node.meta.setdefault("fwd_nn_module_stack", found.meta["nn_module_stack"])
 
 
 def _is_backward(node: fx.Node) -> bool:

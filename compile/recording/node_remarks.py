@@ -12,9 +12,10 @@ from torch import fx
 
 from dtensor.mesh.provenance import MOVE
 from dtensor.passes.graph import ir
-from dtensor.passes.graph.source import module, module_class, source
+from dtensor.passes.graph.ordered import called
+from dtensor.passes.graph.source import place
 
-from ..estimates.traffic import Sent, called, is_wait, sent
+from ..estimates.traffic import Sent, is_wait, sent
 
 
 def remark(node: fx.Node, labels: Mapping[str, str]) -> str:
@@ -23,12 +24,6 @@ def remark(node: fx.Node, labels: Mapping[str, str]) -> str:
         return ""
     where, found = place(node), sent(node)
     return "; ".join(filter(None, [_said(node, found, labels), where])) if found is not None else where
-
-
-def place(node: fx.Node) -> str:
-    """Return `train.py:12 in layers.0.wo`, or `nn.Linear in layers.0.wo` where no line is the user's, as far as it is
-    known."""
-    return " in ".join(filter(None, [str(source(node) or module_class(node)), module(node)]))
 
 
 def asked(node: fx.Node) -> str:
@@ -120,4 +115,4 @@ def _said(node: fx.Node, found: Sent, labels: Mapping[str, str]) -> str:
     return ", ".join([*words, asked(node)])
 
 
-__all__ = ["asked", "place", "readers", "remark", "sends_parameter"]
+__all__ = ["asked", "readers", "remark", "sends_parameter"]

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from torch import fx
-
-from dtensor.passes import CollectiveInfo, PassRecord, collectives
+from dtensor.passes import CollectiveInfo, PassRecord
 from dtensor.torch_private.compiling import dynamo_counters, without_compile_caches
 from dtensor.torch_private.phases import Compilation, watch_compilations
 
@@ -105,12 +103,22 @@ def _counted() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-def record(direction: str, traced: list[CollectiveInfo], graph: fx.Graph, passes: list[PassRecord]) -> None:
-    """Add a graph that went through the passes to all open blocks."""
-    if _active:
-        made = GraphRecord(direction, tuple(traced), tuple(collectives(graph)), tuple(passes))
-        for s in _active:
-            s.records.append(made)
+def record(
+    direction: str,
+    traced: list[CollectiveInfo],
+    sent: list[CollectiveInfo],
+    passes: list[PassRecord],
+    *,
+    resumed: bool = False,
+) -> None:
+    """Add a graph that went through passes to all open blocks. `resumed`: other passes ran on it before, and what they
+    did is recorded already."""
+    for s in _active:
+        made = GraphRecord(direction, tuple(traced), tuple(sent), tuple(passes))
+        if resumed and s.records and s.records[-1].direction == direction:
+            before = s.records.pop()
+            made = replace(made, traced=before.traced, passes=(*before.passes, *passes))
+        s.records.append(made)
 
 
 __all__ = ["GraphRecord", "Statistics", "record", "statistics"]

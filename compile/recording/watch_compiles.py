@@ -20,6 +20,7 @@ from torch import fx
 
 from dtensor.passes import text
 from dtensor.passes.graph.groups import known
+from dtensor.passes.graph.source import place
 from dtensor.torch_private.compiling import TRACE_LOG, observed_graphs, on_bytecode, without_compile_caches
 
 from ..estimates.meshes import mesh_groups
@@ -29,7 +30,7 @@ from .frames import UNNAMED, Follower, Frame, current_frame
 from .labels import labels
 from .logs import log_manifest
 from .manifest import write_manifest
-from .node_remarks import place, remark
+from .node_remarks import remark
 
 
 @contextmanager
@@ -91,10 +92,14 @@ def readable(graph: fx.Graph, names: dict[str, str]) -> str:
     return text(graph, names, lambda node: remark(node, names))
 
 
-def finished(frame: Frame, direction: str, graph: fx.Graph) -> None:
-    """Record what a graph communicates as it is going to run, and write the manifest."""
+def sent_counted(frame: Frame, direction: str, graph: fx.Graph) -> None:
+    """Record what a graph communicates as it is going to run."""
     with known(mesh_groups()):
         frame.finish(direction, graph)
+
+
+def finished(frame: Frame) -> None:
+    """Write the manifest."""
     write_manifest(frame)
     log_manifest(frame)
 
@@ -120,7 +125,8 @@ def _watched(direction: str, function: Callable[..., Any]) -> Callable[..., Any]
         out = function(gm, *args, **kwargs)
         if direction != "joint":
             if frame.story(direction).timeline is None:
-                finished(frame, direction, gm.graph)
+                sent_counted(frame, direction, gm.graph)
+                finished(frame)
             write(frame, f"{ORDER[direction]}.inner.txt", readable(gm.graph, labels()))
         return out
 
@@ -190,4 +196,4 @@ READERS: dict[str, Callable[[Frame, Any], None]] = {
 }
 """Name of a torch record -> the function that handles it."""
 
-__all__ = ["dump", "dynamo_graph", "finished", "stage_written"]
+__all__ = ["dump", "dynamo_graph", "finished", "sent_counted", "stage_written"]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from dtensor.layout.cost import Link, seconds
+from dtensor.prices.links import Link, seconds
 
 from ..estimates.timeline import replayed
 

@@ -32,8 +32,8 @@ from ..job.groups import Calls, calls_on
 from ..job.job import Job, job
 from ..mesh.operator_library import library
 from ..program.environment import switched
-from ..torch_private.core import default_group_timeout, resolve_process_group
-from .profiled import is_profiled, mark_graph
+from ..torch_private.core import default_group_timeout, profiler_enabled, resolve_process_group
+from .profiled import mark_graph
 from .replication_check import EVERY, Given, Look
 from .start_collectives import meet
 
@@ -147,7 +147,7 @@ def agree(token: torch.Tensor, text: str, alike: Sequence[torch.Tensor], said: s
             group's timeout.
     """
     global _state
-    if is_profiled():
+    if profiler_enabled():
         mark_graph(said)
     here = job()
     if here is None or not switched("agreement", True):

@@ -28,15 +28,22 @@ import torch
 from torch.profiler import record_function
 
 from ..job.collective_order import Wait, eager, mark_of
-from ..job.groups import begin, calls_on, group_rank, group_size
+from ..job.groups import begin, calls_of, group_rank, group_size
 from ..job.job import explain
 from ..layout.chunks import chunk_length, note_place
 from ..mesh.local_sizes import divides, local_length
 from ..mesh.operator_library import library
-from ..torch_private.core import FakeTensor, c10d, resolve_process_group, traced_into_backward
+from ..torch_private.core import (
+    FakeTensor,
+    c10d,
+    profiler_enabled,
+    resolve_process_group,
+    traced_into_backward,
+    without_frame,
+)
 from ..torch_private.symbolic_sizes import known_equal
-from .profiled import WAIT, is_profiled, named
-from .start_collectives import ANY_ORDER, OVER_GLOO, starts
+from .profiled import WAIT, named
+from .start_collectives import ANY_ORDER, OVER_GLOO, meet, starts
 from .wire_dtypes import Kernel, carried
 
 library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
@@ -60,12 +67,14 @@ class _Emit:
     """
 
     def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
-        operator = getattr(ops, name).default
+        operator = without_frame(getattr(ops, name).default)
 
         @functools.wraps(KERNELS[name][0])
-        def call(*args: Any) -> torch.Tensor:
+        def call(x: torch.Tensor, *args: Any) -> torch.Tensor:
+            if type(x) is torch.Tensor:
+                return operator(x, *args)
             with traced_into_backward():
-                return operator(*args)
+                return operator(x, *args)
 
         setattr(self, name, call)
         return call
@@ -107,7 +116,7 @@ def _split(x: torch.Tensor, dim: int, group: str) -> list[torch.Tensor]:
 
 def _is_outermost(x: torch.Tensor, dim: int) -> bool:
     """Whether all dims before `dim` have length one, so that chunks of `dim` are consecutive in memory."""
-    return all(isinstance(n, int) and n == 1 for n in x.shape[:dim])
+    return dim == 0 or all(isinstance(n, int) and n == 1 for n in x.shape[:dim])
 
 
 def _joined(chunks: list[torch.Tensor], dim: int, size: Any) -> torch.Tensor:
@@ -118,7 +127,8 @@ def _joined(chunks: list[torch.Tensor], dim: int, size: Any) -> torch.Tensor:
 
 def _all_gather(x: torch.Tensor, dim: int, size: Any, group: str) -> Kernel:
     n = group_size(group)
-    x = _padded(x, dim, local_length(size, group, first=True)).contiguous()
+    longest = -(-size // n) if type(size) is int else local_length(size, group, first=True)
+    x = _padded(x, dim, longest).contiguous()
     y = yield starts(group, x.device).all_gather(x.unsqueeze(0) if x.dim() == 0 else x, n, group)
     if _is_outermost(x, dim):
         y = y.view(*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :]) if dim else y
@@ -165,15 +175,14 @@ reduce next, or end the process if that is longer."""
 def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
     op = "sum" if reduce_op == "avg" else reduce_op
     x = x.contiguous()
-    if (
-        not isinstance(x, FakeTensor)
-        and x.is_cpu
-        and x.nbytes * (group_size(group) - 1) <= SMALL
-        and calls_on(resolve_process_group(group)).over_gloo
-    ):
+    calls = calls_of(group) if x.is_cpu and not isinstance(x, FakeTensor) else None
+    over_gloo = calls is not None and calls.over_gloo
+    if over_gloo and x.nbytes * (group_size(group) - 1) <= SMALL:
         y = yield OVER_GLOO.all_gather(x.view(1, -1), group_size(group), group)
         y = REDUCTIONS[op](y).view(x.shape)
     else:
+        if over_gloo and calls.restarts and not calls.eager.count:
+            meet(resolve_process_group(group))  # a rank that has yet to hear of the last failure may wait in another
         y = yield c10d.all_reduce(x, op, group)
     return y / group_size(group) if reduce_op == "avg" else y
 
@@ -198,46 +207,32 @@ def _collective_permute(x: torch.Tensor, senders: list[int], group: str) -> Kern
     return y.view(x.shape)
 
 
-def _started(name: str, x: torch.Tensor, args: tuple[Any, ...]) -> Callable[[], torch.Tensor]:
-    """Start the collective of the kernel `name`; the returned function waits for it and returns the kernel's result."""
-    if is_profiled() and not isinstance(x, FakeTensor):
-        return _named(name, x, args)
-    return _begun(name, x, args)
+Begun = tuple[Kernel, torch.Tensor, Wait | None]
+"""A kernel, the collective that it started, and what the program waits for; None in a trace."""
 
 
-def _named(name: str, x: torch.Tensor, args: tuple[Any, ...]) -> Callable[[], torch.Tensor]:
-    """As `_started`, with names in the profile."""
-    said = named(name, x, args)
-    with record_function(said):
-        finish = _begun(name, x, args)
-
-    def finished() -> torch.Tensor:
-        with record_function(WAIT + said):
-            return finish()
-
-    return finished
-
-
-def _begun(name: str, x: torch.Tensor, args: tuple[Any, ...]) -> Callable[[], torch.Tensor]:
-    if eager.raises is not None and not isinstance(x, FakeTensor):  # what is traced sends nothing: its agreement raises
+def _begin(name: str, x: torch.Tensor, args: tuple[Any, ...]) -> Begun:
+    """Start the collective of the kernel `name`."""
+    real = not isinstance(x, FakeTensor)
+    if eager.raises is not None and real:  # what is traced sends nothing: its agreement raises
         eager.raises()
     kernel = _GENERATORS[name](x, *args)
     eager.mark = mark_of(name, x.dtype, args[0])
     try:
         started = next(kernel)
-    except StopIteration as end:
-        result = end.value
-        return lambda: result
+    except RuntimeError as error:  # to a rank that is gone nothing can be sent, either
+        explain(error)
+        raise
     finally:
         eager.mark = 0
-    wait = None if isinstance(x, FakeTensor) else begin((name, x.dtype, x.shape, args))
-    return lambda: _finished(kernel, started, wait)
+    return kernel, started, begin((name, x.dtype, x.shape, args)) if real else None
 
 
-def _finished(kernel: Kernel, started: torch.Tensor, wait: Wait | None) -> torch.Tensor:
+def _finish(kernel: Kernel, started: torch.Tensor, wait: Wait | None) -> torch.Tensor:
+    """Wait for the collective, and return the kernel's result."""
     eager.waits = wait
     try:
-        arrived = c10d.wait_tensor(started)
+        arrived = _wait(started)
     except RuntimeError as error:
         explain(error)
         raise
@@ -250,9 +245,27 @@ def _finished(kernel: Kernel, started: torch.Tensor, wait: Wait | None) -> torch
     raise AssertionError("a kernel starts one collective")
 
 
+_wait = without_frame(c10d.wait_tensor.default)
+
+
 def start(name: str, x: torch.Tensor, *args: Any) -> Callable[[], torch.Tensor]:
     """Start the communicating operator `name`; call the returned function, once, to wait for the result."""
-    return _started(name, x, args)
+    if profiler_enabled() and not isinstance(x, FakeTensor):
+        return _named(name, x, args)
+    return functools.partial(_finish, *_begin(name, x, args))
+
+
+def _named(name: str, x: torch.Tensor, args: tuple[Any, ...]) -> Callable[[], torch.Tensor]:
+    """As `start`, with names in the profile."""
+    said = named(name, x, args)
+    with record_function(said):
+        begun = _begin(name, x, args)
+
+    def finished() -> torch.Tensor:
+        with record_function(WAIT + said):
+            return _finish(*begun)
+
+    return finished
 
 
 _GENERATORS: dict[str, Callable[..., Kernel]] = {
@@ -267,7 +280,9 @@ _GENERATORS: dict[str, Callable[..., Kernel]] = {
 def _waited(name: str) -> Callable[..., torch.Tensor]:
     @functools.wraps(_GENERATORS[name])
     def kernel(x: torch.Tensor, *args: Any) -> torch.Tensor:
-        return _started(name, x, args)()
+        if profiler_enabled() and not isinstance(x, FakeTensor):
+            return _named(name, x, args)()
+        return _finish(*_begin(name, x, args))
 
     return kernel
 

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import record_function
 
-from ..torch_private.core import profiler_enabled
-
 GRAPH = "dtensor graph: "
 """The beginning of the name of a mark where a compiled graph begins."""
 
@@ -51,11 +49,6 @@ GRAPHS: dict[str, Graph] = {}
 
 namer: Callable[[str, torch.Tensor, tuple[Any, ...]], Described] | None = None
 """Describes an eager collective by its operator, tensor and other arguments; `dtensor.runs.traces` sets it."""
-
-
-def is_profiled() -> bool:
-    """Whether a profiler of torch records this thread."""
-    return profiler_enabled()
 
 
 def name_of(found: Described) -> str:
@@ -116,7 +109,6 @@ __all__ = [
     "Described",
     "Graph",
     "covered",
-    "is_profiled",
     "mark_graph",
     "name_of",
     "named",

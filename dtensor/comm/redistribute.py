@@ -14,6 +14,7 @@ from ..layout.layout import Layout
 from ..layout.placements import Placement
 from ..layout.planner import Plan, Prefer, Step, plan
 from ..layout.transitions import senders
+from ..mesh.caches import cache
 from ..mesh.mesh import MeshFacts, facts
 from ..mesh.provenance import note_layout, note_move, note_shards
 from ..mesh.tensor_spec import Spec
@@ -32,6 +33,36 @@ def plan_of(spec: Spec, dst: Layout, prefer: Prefer = "time") -> Plan:
     """The plan that redistributes a tensor of `spec` to `dst`. For symbolic sizes it is chosen by their hints."""
     shape = spec.shape if spec.static else tuple([hint(n) if has_hint(n) else UNKNOWN for n in spec.shape])
     return plan(spec.layout, dst, shape, facts(spec.mesh).network, spec.dtype.itemsize, prefer)
+
+
+class Redistribution:
+    """A redistribution of tensors of one spec, without symbolic sizes, to the layout `dst`, made ready to run.
+
+    Its steps are found when it first runs: the operators, and their arguments after the tensor.
+    """
+
+    __slots__ = ("_steps", "dst", "prefer", "spec")
+
+    def __init__(self, spec: Spec, dst: Layout, prefer: Prefer = "time") -> None:
+        self.spec: Spec = spec
+        self.dst: Layout = dst
+        self.prefer: Prefer = prefer
+        self._steps: list[tuple[str, tuple[Any, ...]]] | None = None
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        """As `redistribute_local`."""
+        if type(local) is not torch.Tensor or watchers:
+            return redistribute_local(local, self.spec, self.dst, prefer=self.prefer)
+        if self._steps is None:
+            here = self.spec.layout is self.dst or self.spec.coordinate is None
+            steps = () if here else plan_of(self.spec, self.dst, self.prefer).steps
+            self._steps = [(step.op, _arguments(step, self.spec)) for step in steps]
+        for op, arguments in self._steps:
+            local = getattr(emit, op)(local, *arguments) if op != "partial" else _partial(local, *arguments)
+        return local
+
+
+_ready: dict[tuple[Any, ...], Redistribution] = cache()
 
 
 def redistribute_local(
@@ -57,6 +88,12 @@ def redistribute_local(
     Returns:
         This rank's local tensor in `dst`.
     """
+    if type(local) is torch.Tensor and spec.static and not (async_op or watchers):
+        key = (spec, dst, prefer)
+        ready = _ready.get(key)
+        if ready is None:
+            ready = _ready[key] = Redistribution(spec, dst, prefer)
+        return ready(local)
     if spec.layout is dst or spec.coordinate is None:
         return local
     result = _redistributed(local, spec, dst, async_op, prefer, asked)
@@ -84,10 +121,8 @@ def _all_of(steps: tuple[Step, ...], local: torch.Tensor, spec: Spec, asked: boo
     for step in steps:
         note_layout(local, step.src.text)
         note_shards(local, spec.with_layout(step.src))
-        if step.op == "partial":
-            local = _partial(local, step, facts(spec.mesh))
-        else:
-            local = getattr(emit, step.op)(local, *_arguments(step, spec))
+        run = _partial if step.op == "partial" else getattr(emit, step.op)
+        local = run(local, *_arguments(step, spec))
         note_move(local, step, spec, asked)
     return local
 
@@ -111,6 +146,8 @@ def _arguments(step: Step, spec: Spec) -> tuple[Any, ...]:
             return step.dim, group
         case "collective_permute":
             return list(senders(step.src.dims, step.dst.dims, step.axes, known.shape)), group
+        case "partial":
+            return step.reduce_op, known.network.size(step.axes), group
     raise AssertionError(f"no such step: {step.op}")
 
 
@@ -129,16 +166,15 @@ def _check_divides(step: Step, spec: Spec, known: MeshFacts) -> None:
                 assert spec.shape[dim] % n == 0, f"{step} needs dimension {dim} to be divisible by {n}"
 
 
-def _partial(local: torch.Tensor, step: Step, known: MeshFacts) -> torch.Tensor:
+def _partial(local: torch.Tensor, reduce_op: str, n: int, group: str) -> torch.Tensor:
     """R -> P: all ranks keep the value if reducing copies of it gives it back; otherwise only the first rank does.
 
     The others then hold the neutral element of the reduction: zeros for a sum, ones for a product.
     """
-    if step.reduce_op in ("avg", "max", "min"):
+    if reduce_op in ("avg", "max", "min"):
         return local
-    n = known.network.size(step.axes)
-    index = emit.shard(torch.arange(n, device=local.device), 0, known.groups[step.axes])
-    ignored = local.new_zeros(()) if step.reduce_op == "sum" else local.new_ones(())
+    index = emit.shard(torch.arange(n, device=local.device), 0, group)
+    ignored = local.new_zeros(()) if reduce_op == "sum" else local.new_ones(())
     return torch.where(index.view([1] * local.dim() or []) == 0, local, ignored)
 
 
@@ -169,4 +205,4 @@ def check_dtypes(forward: Any, backward: Any) -> None:
         )
 
 
-__all__ = ["check_dtypes", "check_target", "plan_of", "redistribute_local", "watchers"]
+__all__ = ["Redistribution", "check_dtypes", "check_target", "plan_of", "redistribute_local", "watchers"]

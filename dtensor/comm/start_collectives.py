@@ -10,10 +10,10 @@ Its all_to_all signals a peer that it is ready to receive on the connection on w
 behind earlier data and the peer waits for it, so transfers that should go both ways at once take turns as soon as
 messages are longer than a socket buffer. Here, each rank first posts all its receives and then sends.
 
-The tag of a message contains its length, the mark of the graph that the rank ran last on the group, and in eager code
-the number and the operator of the collective, so messages of different graphs or collectives never match: their ranks
-wait, and `dtensor.job.job` detects that. Gloo's own collectives have no such
-tags, so a graph that begins with one calls `meet` first.
+The tag of a message contains its length, the mark of the graph that the rank ran last on the group, how many failures
+the rank has raised, and in eager code the number and the operator of the collective, so messages of different graphs or
+collectives never match: their ranks wait, and `dtensor.job.job` detects that. Gloo's own collectives have no such
+tags, so a graph that begins with one calls `meet` first, and so does the first one after a failure.
 """
 
 import functools
@@ -23,9 +23,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ..job.collective_order import eager
-from ..job.groups import calls_on
+from ..job.groups import calls_of, calls_on
 from ..mesh.operator_library import library
-from ..torch_private.core import OpOverload, backend_of, c10d, register_work, resolve_process_group
+from ..torch_private.core import (
+    OpOverload,
+    backend_of,
+    below_autograd,
+    c10d,
+    register_work,
+    resolve_process_group,
+)
 
 ANY_ORDER = (torch.Tag.flexible_layout,)
 """The kernels accept operands with any strides, so a compiler does not have to compare symbolic strides."""
@@ -39,8 +46,9 @@ OURS = 0x40000000
 """The bit that marks our tags; those of a program's own messages are unlikely to have it. Tags have 31 bits."""
 
 
-def _tag(mark: int, length: int) -> int:
-    return OURS | ((mark + length * 0x9E3779B1) & (OURS - 1))
+RESTART = 0xC2B2AE35
+SPREAD = 0x9E3779B1
+"""What a message's length in bytes is multiplied by in its tag: lengths that differ by little give tags far apart."""
 
 
 class Starts(NamedTuple):
@@ -59,6 +67,8 @@ class Starts(NamedTuple):
 
 def starts(group: str, device: torch.device) -> Starts:
     """The operators that start collectives on tensors of `device` in the group."""
+    if device.type == "cpu" and calls_of(group).over_gloo:
+        return OVER_GLOO
     backend = backend_of(resolve_process_group(group), device.type)
     if backend.endswith("gloo"):
         return OVER_GLOO
@@ -81,43 +91,43 @@ def by_the_host(start: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 @by_the_host
-@torch.no_grad()
 def _all_gather_start(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    y = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    rows = y.view(size, *x.shape).unbind()
-    mine = rows[resolve_process_group(group).rank()].copy_(x)
-    return _started(y, rows, [mine] * size, group)
+    with below_autograd():
+        y = x.new_empty((size * x.shape[0], *x.shape[1:]))
+        rows = y.view(size, *x.shape).unbind()
+        mine = rows[resolve_process_group(group).rank()].copy_(x)
+        return _started(y, rows, [mine] * size, group)
 
 
 @by_the_host
-@torch.no_grad()
 def _all_to_all_start(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: str) -> torch.Tensor:
-    rank = resolve_process_group(group).rank()
-    y = x.new_empty((sum(output_splits), *x.shape[1:]))
-    into, sent = y.split(output_splits), x.contiguous().split(input_splits)  # strides can differ from the trace's
-    into[rank].copy_(sent[rank])
-    return _started(y, into, sent, group)
+    with below_autograd():
+        rank = resolve_process_group(group).rank()
+        y = x.new_empty((sum(output_splits), *x.shape[1:]))
+        into, sent = y.split(output_splits), x.contiguous().split(input_splits)  # strides can differ from the trace's
+        into[rank].copy_(sent[rank])
+        return _started(y, into, sent, group)
 
 
 def _started(y: torch.Tensor, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     """Start to send `sent[r]` to each rank r and to receive from it into `into[r]`. `y` is complete after a wait."""
-    group = resolve_process_group(name)
-    n, rank, calls = group.size(), group.rank(), calls_on(group)
-    mark = calls.mark + calls.eager.count * 0x85EBCA6B + eager.mark
-    works = [
-        group.recv([into[r]], r, _tag(mark, into[r].nbytes)) for k in range(1, n) if into[r := (rank - k) % n].numel()
-    ]
-    works += [
-        group.send([sent[r]], r, _tag(mark, sent[r].nbytes)) for k in range(1, n) if sent[r := (rank + k) % n].numel()
-    ]
-    for work in works:
-        register_work(y, work)
+    group, calls = resolve_process_group(name), calls_of(name)
+    n, rank = group.size(), group.rank()
+    mark = calls.mark + calls.eager.count * 0x85EBCA6B + calls.restarts * RESTART + eager.mark
+    for begin, parts, step in ((group.recv, into, -1), (group.send, sent, 1)):
+        for k in range(1, n):
+            other = (rank + step * k) % n
+            part = parts[other]
+            if length := part.nbytes:
+                register_work(y, begin([part], other, OURS | ((mark + length * SPREAD) & (OURS - 1))))
     return y
 
 
 def meet(group: torch.distributed.ProcessGroup) -> None:
-    """Wait until the neighbouring ranks of the group run the same graph: each sends a message tagged with its mark."""
-    n, rank, tag = group.size(), group.rank(), _tag(calls_on(group).mark, 0)
+    """Wait until the neighbouring ranks of the group run the same graph, after as many failures: each sends a message
+    tagged with its mark."""
+    calls = calls_on(group)
+    n, rank, tag = group.size(), group.rank(), OURS | ((calls.mark + calls.restarts * RESTART) & (OURS - 1))
     sent, got = torch.empty(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
     works = [group.recv([got], (rank - 1) % n, tag), group.send([sent], (rank + 1) % n, tag)]
     for work in works:

@@ -95,24 +95,31 @@ def carried(reduces: bool) -> Callable[[Callable[..., Kernel]], Callable[..., Ke
 
     def extended(kernel: Callable[..., Kernel]) -> Callable[..., Kernel]:
         @functools.wraps(kernel)
-        def generator(x: torch.Tensor, *rest: Any) -> Kernel:
+        def extended_kernel(x: torch.Tensor, *rest: Any) -> Kernel:
             if x.dtype.is_complex:
-                y = yield from kernel(torch.view_as_real(x.resolve_conj()), *rest)
-                return torch.view_as_complex(y.contiguous())
-            if reduces:
-                op, *others = rest
-                sent = form(x.dtype, op)
-                if sent is None:
-                    return (yield from kernel(x, *rest))
-                return sent.decode((yield from kernel(sent.encode(x), sent.op, *others)))
-            if x.dtype in CARRIED:
-                return (yield from kernel(x, *rest))
-            y = yield from kernel(x.unsqueeze(-1).view(torch.uint8), *rest)
-            return y.contiguous().view(x.dtype).squeeze(-1)
+                return _of_complex(kernel, x, rest)
+            sent = form(x.dtype, rest[0]) if reduces else None
+            if sent is not None:
+                return _reduced(kernel, sent, x, rest)
+            return kernel(x, *rest) if reduces or x.dtype in CARRIED else _of_bytes(kernel, x, rest)
 
-        return generator
+        return extended_kernel
 
     return extended
+
+
+def _of_complex(kernel: Callable[..., Kernel], x: torch.Tensor, rest: tuple[Any, ...]) -> Kernel:
+    y = yield from kernel(torch.view_as_real(x.resolve_conj()), *rest)
+    return torch.view_as_complex(y.contiguous())
+
+
+def _reduced(kernel: Callable[..., Kernel], sent: _Form, x: torch.Tensor, rest: tuple[Any, ...]) -> Kernel:
+    return sent.decode((yield from kernel(sent.encode(x), sent.op, *rest[1:])))
+
+
+def _of_bytes(kernel: Callable[..., Kernel], x: torch.Tensor, rest: tuple[Any, ...]) -> Kernel:
+    y = yield from kernel(x.unsqueeze(-1).view(torch.uint8), *rest)
+    return y.contiguous().view(x.dtype).squeeze(-1)
 
 
 def check_reducible(dtype: torch.dtype, op: str) -> None:

@@ -8,6 +8,7 @@ as one without a rule, gets a decision of another `kind`, which `multi_step` and
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.from_plain import take_from_source
-from ..errors import MeshError
+from ..errors import MeshError, OperatorError
 from ..layout.layout import Layout
 from ..mesh.local_sizes import written as written_size
 from ..mesh.tensor_spec import Spec
@@ -44,7 +45,9 @@ from ..torch_private.core import (
     decompositions,
     detect_fake_mode,
     disable_current_modes,
+    fastest_binding,
     is_in_graph,
+    on_lists_sent,
     real_object,
     tree_leaves,
     tree_map,
@@ -62,6 +65,9 @@ COMPOSITES: dict[str, Callable[..., Any]] = {}
 
 FOREACH = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 """Name prefixes of the operators that work on lists of tensors, index by index."""
+
+COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
+"""Name prefixes of torch's own collectives, which DTensors are not given to."""
 
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -83,8 +89,7 @@ class Decision:
         fallback: whether operands are gathered because the operator has no rule.
         homes: for each output that is redistributed after it was computed, the spec it was computed with; None where
             it stays, empty if all stay.
-        simple: the operator, if it runs unchanged on the local tensors and only makes new DTensors; `dispatch` then
-            skips everything else.
+        simple: whether the operator runs unchanged on the local tensors and only makes new DTensors.
         written: indices of all operands that are written to, redistributed or not.
     """
 
@@ -98,7 +103,7 @@ class Decision:
     kind: str = ""
     fallback: bool = False
     homes: tuple[Spec | None, ...] = ()
-    simple: Callable[..., Any] | None = None
+    simple: bool = False
     written: tuple[int, ...] = ()
 
     def on(self, mesh: DeviceMesh) -> "Decision":
@@ -255,7 +260,7 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     put = tuple(_put(s, operands[rule.home[i]]) if i in rule.home else s for i, s in enumerate(specs))
     homes = () if put == specs else tuple(None if a is b else a for a, b in zip(specs, put))
     stays = not (moves or replace or local or in_place or writes or homes)
-    simple = without_frame(call.func) if stays and _is_plain(call, specs) else None
+    simple = stays and _is_plain(call, specs)
     return Decision(moves, put, call.many, replace, local, in_place, writes, "", fallback, homes, simple, changed)
 
 
@@ -331,11 +336,11 @@ def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
     return held
 
 
-def _reshape(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def reshaped(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """View the shard, or copy it where its strides differ from the global ones so that no local view exists."""
     if args[1:] and isinstance(args[1], torch.dtype):
         return func(*args, **kwargs)
-    return torch.ops.aten.reshape.default(args[0], args[1] if len(args) > 1 else kwargs["size"])
+    return torch.reshape(args[0], args[1] if len(args) > 1 else kwargs["size"])
 
 
 def _resolved(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -370,7 +375,7 @@ def _called(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 _LOCAL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_CONJUGATING, _called),
-    **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), _reshape),
+    **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), reshaped),
     **dict.fromkeys(("aten::_conj", "aten::_neg_view"), _resolved),
 }
 
@@ -391,7 +396,10 @@ def check_operands(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     Raises:
         MeshError: two operands live on different meshes.
         MixedTensorError: a plain tensor may differ between ranks.
+        OperatorError: the operator is a collective of torch.
     """
+    if func._schema.name.startswith(COLLECTIVES):
+        _refuse_collective(func, (args, kwargs))
     names, plain = [a.name for a in func._schema.arguments], []
     for name, value in [*zip(names, args), *kwargs.items()]:
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -413,6 +421,20 @@ def check_operands(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
             take_from_source(item, operands[0].mesh, 0)
         elif drawn is None:
             check_global(func, name, item, operands[0].mesh)
+
+
+def _refuse_collective(what: object, given: Any) -> None:
+    """Refuse a collective of torch that was given a DTensor."""
+    held = next((x for x in tree_leaves(given) if is_dtensor(x)), None)
+    if held is not None:
+        raise OperatorError(
+            f"{what} got a DTensor, {held._spec}, and torch's collectives take plain tensors; write x.full_tensor() "
+            "for the whole value, x.redistribute(placements=[Replicate()]) to gather it or to add up a Partial(), or "
+            "give the collective this rank's part, x.to_local()"
+        )
+
+
+on_lists_sent(functools.partial(_refuse_collective, "a list of tensors for a collective"))
 
 
 def call_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Spec]) -> Call:
@@ -450,19 +472,46 @@ def _outputs(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     mapped([args, list(kwargs.values())], lambda t: locals_.append(t._local_tensor))
     symbolic = not all(_is_static(a) for a in (*args, *kwargs.values()))
     mode = detect_fake_mode(locals_) if symbolic else None
-
-    def fake(t: Any) -> torch.Tensor:
-        s = t._spec
-        return torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=t._local_tensor.device)
-
     with without_torch(), disable_current_modes(), mode or _fake.mode, torch.no_grad():
-        given = mapped(args, fake), {k: mapped(v, fake) for k, v in kwargs.items()}
+        given = _faked(args, kwargs)
         run: Any = SHAPES.get(func._schema.name, func)
         made = run(*given[0], **given[1])
     many = isinstance(made, (list, tuple))
     results = made if many else (made,)
     described = [Output(tuple(r.shape), r.stride(), r.dtype) if isinstance(r, torch.Tensor) else None for r in results]
     return tuple(described), many
+
+
+def binding_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """What is called in place of `func` on local tensors, with arguments of these types: the same call in less time."""
+    if func._schema.name in SHAPES:
+        return without_frame(func)
+    kinds = (func, *_kinds(args), *kwargs, *_kinds(kwargs.values()))
+    if kinds not in _bindings:
+        with without_torch(), disable_current_modes(), _fake.mode, torch.no_grad():
+            _bindings[kinds] = fastest_binding(func, *_faked(args, kwargs))
+    return _bindings[kinds]
+
+
+_bindings: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+
+def _kinds(given: Any) -> Iterator[Any]:
+    """The types of arguments, and of what is in lists."""
+    for a in given:
+        yield type(a)
+        if isinstance(a, (list, tuple)):
+            yield from (len(a), *_kinds(a))
+
+
+def _faked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments with fake global tensors in place of DTensors."""
+
+    def fake(t: Any) -> torch.Tensor:
+        s = t._spec
+        return torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=t._local_tensor.device)
+
+    return mapped(args, fake), {k: mapped(v, fake) for k, v in kwargs.items()}
 
 
 def _is_static(a: Any) -> bool:
@@ -491,6 +540,7 @@ __all__ = [
     "FOREACH",
     "Decided",
     "Decision",
+    "binding_of",
     "call_of",
     "called",
     "carry_out",
@@ -502,5 +552,6 @@ __all__ = [
     "is_dtensor",
     "mapped",
     "replicated",
+    "reshaped",
     "watched",
 ]

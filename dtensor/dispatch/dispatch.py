@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 
 from ..comm.redistribute import redistribute_local
 from ..errors import MixedTensorError
@@ -22,12 +22,19 @@ from ..mesh.caches import cache
 from ..mesh.provenance import note_inside
 from ..mesh.tensor_spec import Spec
 from ..rules.call import BY_VALUE, RULES, base_name, is_in_place, replaced
-from ..torch_private.core import OpOverload, disable_proxy_modes_tracing, last_traced_node
+from ..torch_private.core import (
+    OWN_KEYSET,
+    OpOverload,
+    disable_proxy_modes_tracing,
+    last_traced_node,
+    make_wrapper_subclass,
+)
 from ..torch_private.symbolic_sizes import is_traced
 from . import strictness, view_copies
 from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
 from .global_view import may_be_written
 from .plain_operands import mark_alike, mark_local
+from .prepared import Prepared
 from .view_copies import copies, freshen, remember, wrote
 
 MOST_DECISIONS = 1 << 16
@@ -40,7 +47,7 @@ tensor. The last two keep a decision from being looked up."""
 ATOMS = frozenset((int, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 """Argument types that hold no tensor and enter a key unchanged."""
 
-_cache: dict[tuple[Any, ...], Decision] = cache()
+_cache: dict[tuple[Any, ...], Prepared] = cache()
 
 KINDS: dict[str, Callable[..., Any]] = {}
 """Kind of a decision -> the function that runs the call; `multi_step` and `out_variants` fill it."""
@@ -58,8 +65,8 @@ def install(cls: type, make: Callable[[torch.Tensor, Spec], torch.Tensor]) -> No
     view_copies.install(make)
 
 
-def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on arguments of which at least one is a DTensor.
+def dispatch(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """Run `func` on arguments of which at least one is a DTensor; this is `DTensor.__torch_dispatch__`.
 
     Returns:
         What `func` returns, with DTensors in place of tensors.
@@ -70,42 +77,137 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         OperatorError: an in-place operator would have to change the layout of its tensor.
         StrictError: under `strict()` an operand would be redistributed by a collective.
     """
-    before = last_traced_node() if provenance.keeps else None
-    parts: list[Any] = [func]
-    local: list[Any] = []
-    found = _walk(args, parts, local)
-    if kwargs:
-        for name, a in kwargs.items():
+    # The quick path: the key as `_look_up` would make it. A spec on a stand-in for its mesh, or with symbolic sizes, is
+    # in no key, so such a call is not found. What most operators take, one tensor or two, needs no lists.
+    unusual = 0
+    n = len(args)
+    if n == 1 and not kwargs and type(x := args[0]) is DTensorType:
+        key: tuple[Any, ...] = (id(func), x._spec)
+        local: Any = (x._local_tensor,)
+    elif n == 2 and not kwargs and type(x := args[0]) is DTensorType and type(y := args[1]) is DTensorType:
+        key = (id(func), x._spec, y._spec)
+        local = (x._local_tensor, y._local_tensor)
+    else:
+        parts: list[Any] = [id(func)]
+        local = []
+        for a in args:
             kind = type(a)
-            if kind in ATOMS:
-                parts += (name, kind, a)
+            if kind is DTensorType:
+                parts.append(a._spec)
+                local.append(a._local_tensor)
+            elif kind is int:
+                parts.append(a)
+                local.append(a)
+            elif kind in ATOMS:
+                parts.append(kind)
+                parts.append(a)
+                local.append(a)
+            elif kind is list:
+                parts.append(list)
+                parts.append(len(a))
+                local.append(inner := [])
+                unusual |= _walk(a, func, parts, inner)
             else:
+                unusual |= _walk((a,), func, parts, local)
+        if kwargs:
+            for name, a in kwargs.items():
+                kind = type(a)
                 parts.append(name)
-                found |= _walk((a,), parts, [])
+                if kind in ATOMS and kind is not int:
+                    parts.append(kind)
+                    parts.append(a)
+                else:
+                    unusual |= _walk((a,), func, parts, [])
+        key = tuple(parts)
+    prepared = None if unusual or provenance.keeps else _cache.get(key)
+    if prepared is None:
+        return _look_up(func, args, kwargs or {})
+    spec = prepared.spec
+    if spec is None:
+        return _carry_out(prepared, args, kwargs or {}, list(local))
+    if copies:
+        freshen((), func, args, kwargs or {})
+    made = prepared.call(*local, **kwargs) if kwargs else prepared.call(*local)
+    # As `wrap`, without its frame.
+    shape, stride, dtype, device = spec.shape, spec.unusual_stride, spec.dtype, made.device
+    out = make_wrapper_subclass(
+        DTensorType, shape, stride, None, None, dtype, strided, device, False, False, None, False, False, OWN_KEYSET
+    )
+    out._local_tensor = made
+    out._spec = spec
+    out.device_mesh = spec.mesh
+    if type(made) is not Tensor:
+        mark_local(out, func, args, kwargs or {})
+    return out
+
+
+def _carry_out(prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], local: list[Any]) -> Any:
+    """Run a call on its local arguments, of which those that move and those that are fixed are replaced here."""
+    decision, func = prepared.decision, prepared.func
+    if not prepared.is_whole:
+        out = run(decision, func, args, kwargs)
+        mark_local(out, func, args, kwargs)
+        return out
+    if copies:
+        freshen(decision.written, func, args, kwargs)
+    if prepared.moves:
+        if strictness.active():
+            strictness.check(decision, func, args, kwargs)
+        for place, redistribution in prepared.moves:
+            held = local
+            for i in place[:-1]:
+                held = held[i]
+            held[place[-1]] = redistribution(held[place[-1]])
+    for i, value in prepared.fixed:
+        local[i : i + 1] = (value,)
+    made = prepared.call(*local, **kwargs) if prepared.local is None else prepared.local(func, tuple(local), kwargs)
+    out = _results(decision, made, args)
+    if prepared.is_view:
+        remember(func, args, kwargs, out, moved=bool(decision.moves), taken_apart=False)
+    elif decision.written and (copies or is_traced()):
+        wrote(decision.written, args, kwargs)
+    if type(made[0] if decision.many else made) is not Tensor:
+        mark_local(out, func, args, kwargs)
+    return out
+
+
+def _results(decision: Decision, made: Any, args: tuple[Any, ...]) -> Any:
+    """What the operator returns, of what its call on local tensors made."""
+    if decision.returns_self:
+        return args[0]
+    if decision.homes:
+        made = _homed(made, decision)
+    if decision.many:
+        wrapped = [r if s is None else wrap(r, s) for r, s in zip(made, decision.outputs)]
+        return wrapped if isinstance(made, list) else tuple(wrapped)
+    spec = decision.outputs[0] if decision.outputs else None
+    return made if spec is None else wrap(made, spec)
+
+
+def _look_up(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call that is not known yet, is traced, or has plain tensors or symbolic sizes among its arguments."""
+    before = last_traced_node() if provenance.keeps else None
+    parts: list[Any] = [id(func)]
+    local: list[Any] = []
+    found = _walk(args, func, parts, local)
+    for name, a in kwargs.items():
+        parts.append(name)
+        found |= _walk((a,), func, parts, [])
     if found > STAND_IN:
         out = _uncached(found, func, args, kwargs)
+        mark_local(out, func, args, kwargs)
     else:
         key = tuple(parts)
-        decision = _cache.get(key)
-        if decision is None:
+        prepared = _cache.get(key)
+        if prepared is None:
             if len(_cache) >= MOST_DECISIONS:
                 _cache.clear()
-            decision = _cache[key] = decide(func, args, kwargs)
+            prepared = _cache[key] = Prepared(decide(func, args, kwargs), func, args, kwargs)
         if found:
-            out = run(decision.on(_mesh_of((args, kwargs))), func, args, kwargs)
-        elif decision.simple is None:
-            out = run(decision, func, args, kwargs)
+            out = run(prepared.decision.on(_mesh_of((args, kwargs))), func, args, kwargs)
+            mark_local(out, func, args, kwargs)
         else:
-            if copies:
-                freshen(decision.written, func, args, kwargs)
-            made = decision.simple(*local, **kwargs)
-            specs: Any = decision.outputs
-            out = _wrapped(made, specs) if decision.many else wrap(made, specs[0])
-            if decision.written and (copies or is_traced()):
-                wrote(decision.written, args, kwargs)
-            if type(made) is Tensor:
-                return out
-    mark_local(out, func, args, kwargs)
+            out = _carry_out(prepared, args, kwargs, local)
     if before is not None:
         note_inside(before)
     return out
@@ -121,7 +223,7 @@ def _uncached(found: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
         return KINDS["foreach"](func, args, kwargs)
     if has_out(func):
         return KINDS["out"](func, args, kwargs)
-    out = dispatch(func, *with_plain_wrapped(func, args, kwargs))
+    out = dispatch(func, (), *with_plain_wrapped(func, args, kwargs))
     if is_in_place(func) and not isinstance(args[0], DTensorType):
         mark_alike(args[0], written=True)
         return args[0]
@@ -152,9 +254,8 @@ def _reads_floats(func: OpOverload) -> bool:
     return func.namespace not in ("aten", "prims") or str(func) in RULES or base_name(func) in BY_VALUE
 
 
-def _walk(items: Iterable[Any], parts: list[Any], local: list[Any]) -> int:
-    """Append to `parts`, which begin with the operator, the key parts of the arguments, and to `local` the arguments of
-    the local operator.
+def _walk(items: Iterable[Any], func: OpOverload, parts: list[Any], local: list[Any]) -> int:
+    """Append to `parts` the key parts of the arguments of `func`, and to `local` the arguments of the local operator.
 
     Returns:
         The bits of what was found: STAND_IN, SYMBOLIC, PLAIN.
@@ -181,13 +282,13 @@ def _walk(items: Iterable[Any], parts: list[Any], local: list[Any]) -> int:
             local.append(a)
         elif kind is float:
             # Most decisions depend only on whether a float is zero; optimizers pass a new value in every step.
-            parts += (kind, a if _reads_floats(parts[0]) else a == 0)
+            parts += (kind, a if _reads_floats(func) else a == 0)
             local.append(a)
         elif kind is list or isinstance(a, (list, tuple)):
             parts.append(kind)
             parts.append(len(a))
             inner: list[Any] = []
-            found |= _walk(a, parts, inner)
+            found |= _walk(a, func, parts, inner)
             local.append(inner)
         else:
             found |= _other(a, parts, local)
@@ -267,29 +368,16 @@ def _run(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: di
         changed, local_kwargs = replaced(func, local_args, local_kwargs, decision.replace)
         local_args = list(changed)
     if decision.local is not None:
-        result = decision.local(func, tuple(local_args), local_kwargs)
+        made = decision.local(func, tuple(local_args), local_kwargs)
     else:
-        result = func(*local_args, **local_kwargs)
-    if decision.returns_self:
-        return args[0]
-    if decision.homes:
-        result = _homed(result, decision)
-    if decision.many:
-        return _wrapped(result, decision.outputs)
-    spec = decision.outputs[0] if decision.outputs else None
-    return result if spec is None else wrap(result, spec)
+        made = func(*local_args, **local_kwargs)
+    return _results(decision, made, args)
 
 
 def _homed(results: Any, decision: Decision) -> Any:
     """Redistribute results to their output layouts. `strict` allows it, since they are gradients of parameters."""
     places = zip(results, decision.homes, decision.outputs)
     return tuple(r if s is None or o is None else redistribute_local(r, s, o.layout, asked=True) for r, s, o in places)
-
-
-def _wrapped(results: Any, specs: tuple[Spec | None, ...]) -> Any:
-    """Wrap several results as DTensors of their specs."""
-    wrapped = [r if s is None else wrap(r, s) for r, s in zip(results, specs)]
-    return wrapped if isinstance(results, list) else tuple(wrapped)
 
 
 def _run_and_write_back(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,17 +9,19 @@ is turned into the engine's `dtensor.rules.rule.Rule`.
 import inspect
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 
-from ..errors import ArgumentError, ArgumentTypeError, OperatorError, shown
+from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..mesh.tensor_spec import Spec
-from ..rules import RULES, Call, Output
+from ..rules import RULES, Call
 from ..rules import Rule as EngineRule
+from ..rules.bind import bind
 from ..rules.call import RuleFunction, argument
-from ..rules.notation import Rule, Term
+from ..rules.notation import Argument, Rule
+from ..rules.plan import check_schema
 from ..torch_private.core import OpOverload, overloads_of
 from . import dispatch
 
@@ -58,9 +60,10 @@ def register_sharding(
     rule: str | Rule,
     *,
     reduce: str | Mapping[str, str] = ...,
-    linear: str | Sequence[str | Sequence[str]] = ...,
-    added: str | Sequence[str] = ...,
+    linear: Argument | Sequence[Argument | Sequence[Argument]] = ...,
+    added: Argument | Sequence[Argument] = ...,
     blocked: str | Iterable[str] = ...,
+    sizes: Mapping[str, Any] = ...,
 ) -> None: ...
 def register_sharding(op: Any, rule: Any = _BY_FUNCTION, **options: Any) -> Any:
     """Give an operator a sharding rule, or replace the rule it has.
@@ -119,9 +122,9 @@ def register_sharding(op: Any, rule: Any = _BY_FUNCTION, **options: Any) -> Any:
             f"register_sharding takes the text of a rule and its options, or a dtensor.Rule; got {rule!r}"
         )
     for func in overloads:
-        _check_schema(made, func)
+        check_schema(made, func)
     for func in overloads:
-        _register(func, lambda call: _engine_rule(made, call), repr(made))
+        _register(func, lambda call: bind(made, call), repr(made))
     return None
 
 
@@ -201,8 +204,8 @@ def _of_function(
         rule = Rule(found) if isinstance(found, str) else found
         if not isinstance(rule, Rule):
             raise ArgumentTypeError(f"the rule function for {func} returns a dtensor.Rule or its text; got {found!r}")
-        _check_schema(rule, func)
-        return _engine_rule(rule, call)
+        check_schema(rule, func)
+        return bind(rule, call)
 
     return make
 
@@ -211,151 +214,6 @@ def _described(value: Any) -> Any:
     if isinstance(value, Spec):
         return TensorMeta(value.shape, value.dtype)
     return [_described(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _tensor_arguments(func: OpOverload) -> list[str]:
-    return [a.name for a in func._schema.arguments if "Tensor" in str(a.type)]
-
-
-def _check_schema(rule: Rule, func: OpOverload) -> None:
-    """Raise ValueError if the rule cannot fit `func`, whatever the shapes."""
-    arguments = _tensor_arguments(func)
-    returns = [str(r.type) for r in func._schema.returns if "Tensor" in str(r.type)]
-    if len(rule.inputs) != len(arguments):
-        raise ArgumentError(
-            f"{rule.text!r} has {len(rule.inputs)} operands, {func} takes {len(arguments)} tensors "
-            f"({', '.join(arguments)}): {func._schema}; write a term for each"
-        )
-    if len(rule.outputs) != len(returns):
-        raise ArgumentError(
-            f"{rule.text!r} has {len(rule.outputs)} outputs, {func} returns {len(returns)} tensors: {func._schema}; "
-            "write a term for each"
-        )
-    if len(func._schema.returns) > 1 and any("List" in t for t in returns):
-        raise ArgumentError(
-            f"{func} returns a list of tensors beside other results, which no rule can express: {func._schema}"
-        )
-    names = [n for group in rule.linear_sets for n in group] + list(rule.addends)
-    if unknown := [n for n in names if n not in arguments]:
-        raise ArgumentError(f"{func} has no tensor argument {unknown[0]!r}; it takes {', '.join(arguments)}")
-    for name, term in zip(arguments, rule.inputs):
-        if name in rule.addends and (reduced := [f for f in term if f in rule.reductions]):
-            raise ArgumentError(
-                f"{rule.text!r}: {name} is added to the result of reducing factor {reduced[0]!r}, so it cannot have "
-                "that factor itself; write 1 there, or leave added out"
-            )
-
-
-def _engine_rule(rule: Rule, call: Call) -> EngineRule:
-    """The engine's rule for the shapes of one call."""
-    func = call.func
-    terms = dict(zip(_tensor_arguments(func), rule.inputs))
-    names = [a.name for a in func._schema.arguments]
-    operands: list[tuple[str, Term, Spec]] = []
-    for name, value in [*zip(names, call.args), *call.kwargs.items()]:
-        items = value if isinstance(value, (list, tuple)) else [value]
-        operands += [(name, terms[name], s) for s in items if isinstance(s, Spec)]
-    tensors = iter(rule.outputs * len(call.outputs) if len(rule.outputs) == 1 else rule.outputs)
-    outputs = [(f"output {i}", next(tensors), o) if o is not None else None for i, o in enumerate(call.outputs)]
-    return _Fitting(rule, func, operands, outputs).engine_rule()
-
-
-@dataclass
-class _Fitting:
-    """Matches a rule to the tensors of one call.
-
-    Attributes:
-        operands: (argument name, term of the rule, spec) for each operand.
-        outputs: (name for messages, term, output) for each output, None for one that is not a tensor.
-        sizes: global size of each factor.
-    """
-
-    rule: Rule
-    func: OpOverload
-    operands: list[tuple[str, Term, Spec]]
-    outputs: list[tuple[str, Term, Output] | None]
-    sizes: dict[str, Any] = field(default_factory=dict)
-
-    def engine_rule(self) -> EngineRule:
-        expanded = [(name, self._letters(name, term, s), s) for name, term, s in self.operands]
-        for name, letters, s in expanded:
-            for dim, factor in enumerate(letters):
-                self._meet(name, dim, factor, s.shape[dim])
-        inputs = tuple(tuple(self._dim(f, s.shape[i]) for i, f in enumerate(t)) for _, t, s in expanded)
-        outputs = tuple(None if o is None else self._output(*o) for o in self.outputs)
-        minor = {_minor(f): 1 for f in self.rule.reductions if self._even(f) and f in self.sizes}
-        groups = [self._indices(g) for g in self.rule.linear_sets]
-        return EngineRule(
-            inputs,
-            outputs,
-            {**self.sizes, **minor},
-            reduce=self.rule.reductions,
-            linear=tuple(g for g in groups if g),
-            blocked=self.rule.whole | frozenset(minor),
-            addends=self._indices(self.rule.addends),
-        )
-
-    def _indices(self, names: Iterable[str]) -> frozenset[int]:
-        return frozenset(i for i, (name, _, _) in enumerate(self.operands) if name in names)
-
-    def _letters(self, name: str, term: Term, tensor: Spec | Output) -> list[str]:
-        """One factor per dim; `...` is expanded, its dims numbered from the last."""
-        extra = tensor.ndim - (len(term) - ("..." in term))
-        if extra < 0 or (extra and "..." not in term):
-            raise OperatorError(
-                f"{self.func}: the rule {self.rule.text!r} gives {name} {len(term) - ('...' in term)} dimensions"
-                f"{' or more' if '...' in term else ''}, but its shape is {list(tensor.shape)}; "
-                "correct the rule given to dtensor.register_sharding"
-            )
-        found: list[str] = []
-        for part in term:
-            found += [f"...{k}" for k in range(extra, 0, -1)] if part == "..." else [part]
-        return found
-
-    def _meet(self, name: str, dim: int, factor: str, size: Any) -> None:
-        """Record the size of a factor; a length of 1 gives way to any other."""
-        known = self.sizes.setdefault(factor, size) if factor else size
-        if _same(known, size) or _is_one(size):
-            return
-        if not _is_one(known):
-            raise self._mismatch(name, dim, factor, size, known)
-        self.sizes[factor] = size
-
-    def _mismatch(self, name: str, dim: int, factor: str, size: Any, known: Any) -> OperatorError:
-        return OperatorError(
-            f"{self.func}: by the rule {self.rule.text!r} dimension {dim} of {name} is factor "
-            f"{factor!r}, of length {known}, but its length is {size}; correct the rule (write 1 for a dimension that "
-            "is never sharded) or the call"
-        )
-
-    def _dim(self, factor: str, size: Any) -> tuple[str, ...]:
-        if not factor or (_is_one(size) and not _is_one(self.sizes[factor])):
-            return ()
-        return (factor, _minor(factor)) if self._even(factor) else (factor,)
-
-    def _output(self, name: str, term: Term, out: Output) -> tuple[tuple[str, ...], ...]:
-        letters = self._letters(name, term, out)
-        for dim, factor in enumerate(letters):
-            if factor and not _same(self.sizes.get(factor), out.shape[dim]):
-                raise self._mismatch(name, dim, factor, out.shape[dim], self.sizes.get(factor))
-        return tuple(self._dim(f, s) for f, s in zip(letters, out.shape))
-
-    def _even(self, factor: str) -> bool:
-        """Whether the factor needs even shards: averages weigh all shards equally, and an empty one has no extremum."""
-        return self.rule.reductions.get(factor, "sum") != "sum"
-
-
-def _minor(factor: str) -> str:
-    """A second factor, of length 1, for a dim: the engine shards a dim of two factors evenly or not at all."""
-    return f"{factor}'"
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or a == b
 
 
 __all__ = ["TensorMeta", "fingerprint", "register_sharding"]

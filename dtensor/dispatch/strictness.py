@@ -50,14 +50,20 @@ self.redistribute(placements=[Replicate()]) first
         yield
 
 
+_contexts: list[bool] = []
+"""One entry for each context that a thread is inside of. While it is empty, no thread has a state."""
+
+
 @contextlib.contextmanager
 def _state(value: bool) -> Iterator[None]:
     before = thread_state(_KEY, None)
+    _contexts.append(value)
     set_thread_state(_KEY, value)
     try:
         yield
     finally:
         set_thread_state(_KEY, before)
+        _contexts.pop()
 
 
 def suspended() -> contextlib.AbstractContextManager[None]:
@@ -67,7 +73,7 @@ def suspended() -> contextlib.AbstractContextManager[None]:
 
 def active() -> bool:
     """Whether this thread is inside `strict()`, or is compiling with DTENSOR_STRICT=1 in the environment."""
-    state = thread_state(_KEY, None)
+    state = thread_state(_KEY, None) if _contexts else None
     return state if state is not None else is_being_compiled() and switched("strict", False)
 
 

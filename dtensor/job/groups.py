@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -29,6 +29,8 @@ class Calls:
         looked: The `count` at which the last replication check ran (`dtensor.comm.replication_check`).
         taken: Number of tensors that were assumed to be replicated in eager mode.
         eager: The eager collectives that this rank has begun on the group.
+        restarts: How often the counts have begun anew; part of the tags of messages, so that what a rank sends after a
+            failure is not taken by one that has yet to hear of it.
     """
 
     name: str
@@ -40,10 +42,12 @@ class Calls:
     looked: int = 0
     taken: int = 0
     eager: Order = field(default_factory=Order)
+    restarts: int = 0
 
     def restart(self) -> None:
         """Count from zero again: after a failure the counts differ between ranks."""
         self.count, self.last, self.looked, self.taken, self.eager = 0, (), 0, 0, Order()
+        self.restarts += 1
 
 
 _calls: WeakKeyDictionary[torch.distributed.ProcessGroup, Calls] = WeakKeyDictionary()
@@ -60,9 +64,16 @@ def calls_on(group: torch.distributed.ProcessGroup) -> Calls:
     return found
 
 
+def calls_of(name: str) -> Calls:
+    """The record of the named process group; made on first use."""
+    group = resolve_process_group(name)
+    found = vars(_calls)["data"].get(ref(group))  # as a weak dictionary looks it up, without its frame
+    return calls_on(group) if found is None else found
+
+
 def begin(begun: Begun) -> Wait:
     """Note that this rank begins an eager collective, and return what it may wait for."""
-    calls = calls_on(resolve_process_group(begun[3][-1]))
+    calls = calls_of(begun[3][-1])
     return Wait(calls.name, calls.eager.begin(begun), begun)
 
 
@@ -137,6 +148,7 @@ __all__ = [
     "Calls",
     "all_calls",
     "begin",
+    "calls_of",
     "calls_on",
     "canonical",
     "group_rank",

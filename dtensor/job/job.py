@@ -101,6 +101,12 @@ NEIGHBOURS = 8
 CLOSED = ("onnection", "pair closure", "NCCL")
 """What the errors of backends say when a rank at the other end is gone, whose reason may not be known yet."""
 
+AFTER = (
+    "the program went on after that error, but connections were broken to end the wait of a rank: "
+    "let it end the program, and start all ranks anew, as torchrun --max-restarts=3 does"
+)
+"""What else a rank is told that communicates after a failure which it has raised."""
+
 ENDED = "left"
 """The sign of a rank that has ended its program."""
 
@@ -234,7 +240,7 @@ class Job:
         """After a connection was closed: raise the reason if it comes to be known within `GONE` seconds.
 
         Raises:
-            AgreementError: Another rank has failed or ended.
+            AgreementError: Another rank has failed or ended, or this one has raised a failure before.
         """
         waits, place = eager.waits, place_of(sys._getframe())
         deadline = time.monotonic() + GONE
@@ -244,8 +250,10 @@ class Job:
                 what = f"waits in {text(waits.begun)}" if waits else "communicates"
                 raise self.failing(f"rank {self.rank} {what} at {place}, but {gone}\n{ADVICE}")
             if time.monotonic() > deadline:
-                return
+                break
             time.sleep(0.1)
+        if self.failures:  # which this rank has raised, and for which another one broke its connections
+            raise AgreementError(f"{_told(self.store, self.failures)}\n{AFTER}")
 
     def _gone(self) -> str:
         """That a rank has left, or that its process on this host has ended without a word; "" if none has."""

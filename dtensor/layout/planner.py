@@ -1,7 +1,7 @@
 """The planner: the cheapest sequence of redistribution steps from one layout to another.
 
 A* search (Hart, Nilsson and Raphael, 1968) finds a shortest path over the layouts and steps of
-`dtensor.layout.transitions`, in seconds as estimated by `dtensor.layout.cost`. By default, no intermediate layout is
+`dtensor.layout.transitions`, in seconds as estimated by `dtensor.prices.links`. By default, no intermediate layout is
 larger than the larger of source and target, as long as such a path sends no more than gathering the full tensor would.
 The memory held at once is then at most that size plus the result of one step. Planning is pure and cached: the
 executor, the reports and `Plan.cost` read the same plan, in eager mode and at trace time, on every rank.
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import sympy
 
 from ..errors import ArgumentError, PlacementError
-from .cost import WORK, Network, wire_bytes
+from ..prices.links import WORK, Network, wire_bytes
 from .layout import Layout
 from .transitions import Dims, Edge, Space, State
 

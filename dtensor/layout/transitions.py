@@ -23,7 +23,7 @@ from itertools import accumulate, combinations, islice, pairwise, permutations, 
 from math import prod
 from typing import Any, NamedTuple
 
-from .cost import Network
+from ..prices.links import Network
 
 Dims = tuple[tuple[int, ...], ...]
 Partials = tuple[tuple[int, str], ...]
@@ -46,7 +46,7 @@ class Edge(NamedTuple):
         scatter_dim: For all_to_all, the dimension that is sharded.
         reduce_op: The reduction of the reducing steps and of "partial".
         pieces: For each dimension, the axes that shard one buffer. `count` such buffers are the size of the step as
-            `cost.wire_bytes` takes it.
+            `links.wire_bytes` takes it.
         count: Number of such buffers.
         to: The state after the step.
         fixed, per_byte: Seconds of the step for any size, and per byte of one buffer.

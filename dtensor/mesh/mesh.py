@@ -11,8 +11,8 @@ group is ever made in a redistribution, in a pass or during a trace, and plans m
 eager mode and at trace time. Slices of a prepared mesh use its groups.
 
 The costs of links must also be the same for the plans of all ranks. In `prepare`, the first rank of the mesh reads the
-links measured on its machine (`dtensor.mesh.links`) and broadcasts them. Hosts are assumed to be identical: only that
-rank's file is read.
+links measured on its machine (`dtensor.prices.calibrated`) and broadcasts them. Hosts are assumed to be identical: only
+that rank's file is read.
 """
 
 import os
@@ -37,10 +37,10 @@ from ..errors import ArgumentError, ArgumentTypeError, MeshError, shown
 from ..job.elastic import init_process_group, join_round, started_alone
 from ..job.groups import is_alive, shared_name
 from ..job.job import all_here, job
-from ..layout.cost import Link, Network
+from ..prices.calibrated import Measured, links_here
+from ..prices.links import Link, Network
 from ..torch_private.core import default_group_timeout, disable_current_modes, real_object, root_mesh
 from .caches import cache, clear_caches
-from .links import Measured, links_here
 
 PREPARED = "_dtensor_prepared"
 """The attribute of a mesh in which `prepare` stores its `Prepared`, so that it lives as long as the mesh."""
@@ -355,7 +355,7 @@ def prepare(*meshes: DeviceMesh, links: Sequence[Link] | None = None) -> None:
 
     Args:
         meshes: The meshes.
-        links: For the planner, the link along each axis of the mesh (`dtensor.layout.cost.Link`); only with a single
+        links: For the planner, the link along each axis of the mesh (`dtensor.prices.links.Link`); only with a single
             mesh. By default, an axis has the link between hosts if one of its groups spans hosts, judging by
             torchrun's LOCAL_WORLD_SIZE, and otherwise the link within a host. Both are as `dtensor calibrate` measured
             them on the machine of the mesh's first rank, or else `INTER` and `INTRA`.
@@ -376,7 +376,7 @@ def prepare(*meshes: DeviceMesh, links: Sequence[Link] | None = None) -> None:
             raise MeshError(f"prepare takes meshes as made by init_device_mesh; got {mesh!r}")
     for link in links or ():
         if not isinstance(link, Link):
-            raise ArgumentTypeError(f"links takes a dtensor.layout.cost.Link for each axis of the mesh; got {link!r}")
+            raise ArgumentTypeError(f"links takes a dtensor.prices.links.Link for each axis of the mesh; got {link!r}")
     join_round()
     job()  # from here on each rank knows whether the others are alive
     roots = [root_mesh(mesh) for mesh in meshes]

@@ -101,7 +101,9 @@ class Call:
     @property
     def wanted(self) -> tuple[Output | None, ...]:
         """The outputs, with None for those that `output_mask` excludes; not every fake kernel respects the mask."""
-        mask = self["output_mask"] if self.has("output_mask") else ()
+        if not self.has("output_mask"):
+            return self.outputs
+        mask = self["output_mask"]
         return tuple(o if i >= len(mask) or mask[i] else None for i, o in enumerate(self.outputs))
 
     @property
@@ -179,24 +181,6 @@ def replaced(
     return tuple(filled), keywords
 
 
-def rule_for(*names: str, by_value: bool = False) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a rule function for the named operators; a name without namespace is an aten operator.
-
-    Args:
-        names: the operators.
-        by_value: whether the rule depends on the value of a float; see `BY_VALUE`.
-    """
-
-    def register(function: RuleFunction) -> RuleFunction:
-        for name in names:
-            full = name if "::" in name else f"aten::{name}"
-            RULES[full] = function
-            BY_VALUE.update({full} if by_value else ())
-        return function
-
-    return register
-
-
 def shape_for(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function that runs in place of an aten operator on fake global tensors."""
 
@@ -220,6 +204,5 @@ __all__ = [
     "is_in_place",
     "positions",
     "replaced",
-    "rule_for",
     "shape_for",
 ]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import Any
 
-from ..layout.cost import Network, seconds
 from ..layout.layout import Layout
 from ..mesh.mesh import facts
 from ..mesh.tensor_spec import Spec
+from ..prices.links import Network, seconds
 from ..torch_private.symbolic_sizes import hint
 from .rule import Candidate, Factor, Rule, candidates, shares_dim
 

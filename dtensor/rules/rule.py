@@ -14,7 +14,7 @@ axis at a time, a `Rule` allows these combinations of placements, which `candida
 This module is independent of torch operators and of processes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,11 +92,6 @@ class Candidate:
     outputs: tuple[int | str | None, ...]
 
 
-def dims(text: str | Iterable[Factor | Dim]) -> Dims:
-    """Dims with one factor per dim; `"1"` stands for a dim that is never sharded."""
-    return tuple([() if d == "1" else (d,) if isinstance(d, str) else tuple(d) for d in text])
-
-
 def candidates(rule: Rule) -> list[Candidate]:
     """All combinations that the rule allows on a mesh axis, replication first; callers check divisibility."""
     found = [Candidate(None, (None,) * len(rule.inputs), (None,) * len(rule.outputs))]
@@ -145,4 +140,4 @@ def shares_dim(rule: Rule, factor: Factor) -> bool:
     return any(factor in d and len(d) > 1 for t in tensors for d in t)
 
 
-__all__ = ["Candidate", "Dim", "Dims", "Factor", "Rule", "candidates", "dims", "position", "shares_dim"]
+__all__ = ["Candidate", "Dim", "Dims", "Factor", "Rule", "candidates", "position", "shares_dim"]

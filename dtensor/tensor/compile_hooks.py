@@ -62,8 +62,7 @@ class PlainPasses(CustomInferenceAwareGraphPass):
             run = importlib.import_module(INDUCTOR).STAGES[self.stage](options)
             run(graph, is_inference)
         elif keeps_specs() and self.stage == STAGES[1]:
-            tap = importlib.import_module(INDUCTOR)
-            tap.insert_taps(graph, tap.direction(graph, is_inference))
+            importlib.import_module(INDUCTOR).record_only(graph, is_inference)
 
     def uuid(self) -> Any:
         """The cache key; None disables the cache, so that every graph is available for a dump or a replay."""

@@ -197,7 +197,7 @@ def embedding(
     """Embedding whose gradient has the layout of its table."""
     if type(weight) is type(indices) is DTensor and not weight.requires_grad and meets_only_autograd():
         # Autograd would record nothing, so go straight to dispatch.
-        return dispatch(_EMBEDDING, (weight, indices, padding_idx, scale_grad_by_freq, sparse), {})
+        return dispatch(_EMBEDDING, (), (weight, indices, padding_idx, scale_grad_by_freq, sparse))
     with without_own_key():
         if sparse or not isinstance(weight, DTensor) or not isinstance(indices, DTensor):
             return aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)

@@ -213,7 +213,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         **kwargs: its keyword arguments, likewise.
 
     Returns:
-        An `Explanation`, with bytes sent by each rank and times estimated by `dtensor.layout.cost`, in seconds.
+        An `Explanation`, with bytes sent by each rank and times estimated by `dtensor.prices.links`, in seconds.
 
     Raises:
         TypeError: `op` is not callable.

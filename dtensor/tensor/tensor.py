@@ -44,7 +44,6 @@ from ..mesh.tensor_spec import Spec, contiguous_stride, define_local_sizes
 from ..torch_private.core import (
     OWN_KEYSET,
     FakeTensor,
-    OpOverload,
     disable_dynamo,
     disabled_torch_function,
     make_wrapper_subclass,
@@ -122,12 +121,7 @@ class DTensor(torch.Tensor):
             local_tensor = local_tensor.new_empty(0)
         return _wrap(local_tensor, Spec.make(device_mesh, layout, shape, stride, local_tensor.dtype), requires_grad)
 
-    @classmethod
-    @never_traced
-    def __torch_dispatch__(
-        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return dispatch(func, args, kwargs or {})
+    __torch_dispatch__: Any = staticmethod(never_traced(dispatch))  # pyright: ignore[reportAssignmentType]
 
     # A compiled function's guards ask this twice of each parameter, in every call: it builds and calls nothing, and
     # there is no `__metadata_guard__`, as contexts compare in C.
@@ -387,9 +381,12 @@ class DTensor(torch.Tensor):
     def __getitem__(self, index: Any) -> Any:
         """As `torch.Tensor.__getitem__`. What torch makes plain tensors of is taken: lists, and masks without dims."""
         given = index if type(index) is tuple else (index,)
-        if not PLAIN_INDICES.issuperset(map(type, given)) and _makes_tensors(given):
-            with region_of_torch():
-                return _getitem(self, index)
+        for i in given:
+            if type(i) not in PLAIN_INDICES:
+                if _makes_tensors(given):
+                    with region_of_torch():
+                        return _getitem(self, index)
+                break
         return _getitem(self, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..job.groups import group_size
-from ..layout.cost import wire_bytes
+from ..prices.links import wire_bytes
 from ..tensor.tensor import DTensor
 from ..torch_private.core import TorchDispatchMode
 
@@ -48,7 +48,7 @@ class Collective:
 
     Attributes:
         op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "collective_permute".
-        bytes: bytes this rank sends in a ring algorithm (see `dtensor.layout.cost`).
+        bytes: bytes this rank sends in a ring algorithm (see `dtensor.prices.links`).
         group: name of the process group.
     """
 

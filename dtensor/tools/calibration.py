@@ -2,8 +2,8 @@
 
 `calibrate` starts ranks, or joins those that torchrun started. It measures what a rank computes with, on all ranks at
 once (`dtensor.tools.processor`). It times each collective and a local copy over several sizes, fits a
-`dtensor.layout.cost.Link` to the times of each kind of link, and saves both in the file of measured links
-(`dtensor.mesh.links`), which `dtensor.prepare` and `dtensor.search` read. It times the operators of
+`dtensor.prices.links.Link` to the times of each kind of link, and saves both in the file of measured links
+(`dtensor.prices.calibrated`), which `dtensor.prepare` and `dtensor.search` read. It times the operators of
 `dtensor.comm.collectives` as they run eagerly, with the copies they make.
 
 Where a collective takes the processor, as over gloo, each call comes after some computation, and its time is the mean:
@@ -11,7 +11,7 @@ that is how collectives run in a step. From idle ranks they can be ten times as 
 wait for their turn where another thread computes, on some kernels until the next tick of the clock, and every fourth
 call or so is late by milliseconds, which a median would hide and a step that has ten of them does not.
 
-The model is that of `dtensor.layout.cost` (Hockney, "The communication challenge for MPP", 1994, with rounds and bytes
+The model is that of `dtensor.prices.links` (Hockney, "The communication challenge for MPP", 1994, with rounds and bytes
 of recursive doubling and halving; a ring sends the same bytes):
 
     seconds = start + alpha * rounds(op, n) + bytes sent(op, n) / bandwidth        for a collective over n ranks
@@ -22,12 +22,13 @@ error, under the constraint that none is negative. alpha and start can be separa
 many rounds as the others.
 """
 
+import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
@@ -42,10 +43,11 @@ from tqdm import tqdm
 from ..comm.collectives import ops
 from ..errors import ArgumentError
 from ..job.groups import group_size
-from ..layout.cost import WORK, Link, log2_ceil, seconds, wire_bytes
-from ..layout.machine import Machine
-from ..mesh.links import KINDS, Measured, links_path, machine_key, save_links
 from ..mesh.mesh import RANKS_PER_HOST, backend_of
+from ..prices.calibrated import FORMAT, KINDS, UNITS, Measured, links_path, machine_key, read_links
+from ..prices.links import WORK, Link, log2_ceil, seconds, wire_bytes
+from ..prices.machine import Machine
+from ..program.files import write_whole
 from ..testing import run_ranks
 from .demo import under_torchrun
 from .processor import measure as measure_processor
@@ -88,7 +90,7 @@ class Timing:
     Attributes:
         op: a collective, or `COPY`.
         n: number of ranks.
-        size: bytes, as in `dtensor.layout.cost.seconds`.
+        size: bytes, as in `dtensor.prices.links.seconds`.
         seconds: time of one call.
     """
 
@@ -103,7 +105,7 @@ class Fit:
     """The result for one kind of link.
 
     Attributes:
-        kind: an element of `dtensor.mesh.links.KINDS`.
+        kind: an element of `dtensor.prices.calibrated.KINDS`.
         timings: the measured times.
         link: the constants that fit the times.
     """
@@ -322,6 +324,21 @@ def _least_squares(rows: Sequence[Sequence[float]], timings: Sequence[Timing]) -
     return best.tolist()
 
 
+def save_links(path: Path, key: str, measured: Measured) -> None:
+    """Add measured links to the file and keep its other entries. The file is replaced atomically.
+
+    Raises:
+        ValueError: The file is damaged or is some other file; it is left as it is.
+        OSError: It cannot be written.
+    """
+    entries = read_links(path)
+    old = entries.get(key, Measured())
+    entries[key] = Measured(measured.inter or old.inter, measured.intra or old.intra, measured.machine or old.machine)
+    links = {k: {kind: c for kind, c in asdict(m).items() if c is not None} for k, m in sorted(entries.items())}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({"format": FORMAT, "units": UNITS, "links": links}, indent=2))
+
+
 __all__ = [
     "BACKENDS",
     "SIZES",
@@ -333,4 +350,5 @@ __all__ = [
     "fit",
     "measure",
     "on_rank",
+    "save_links",
 ]

@@ -21,8 +21,8 @@ from dtensor.compile.packages.commands import package_command
 from dtensor.compile.reports.commands import COMMANDS
 
 from .. import __version__
-from ..layout.cost import Link
-from ..mesh.links import links_path, read_links
+from ..prices.calibrated import links_path, read_links
+from ..prices.links import Link
 from ..testing import RankError
 from ..testing.rules.operators_page import operators_page
 from .calibration import BACKENDS as DEVICES

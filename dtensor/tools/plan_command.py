@@ -13,8 +13,8 @@ from dtensor.compile.recording.mesh_option import MeshOption
 from dtensor.compile.reports.plan_page import write_page
 
 from ..errors import PlacementError
-from ..layout.cost import INTER, INTRA, Link
 from ..parallel.search.search import PER_HOST, search
+from ..prices.links import INTER, INTRA, Link
 
 EXAMPLE = "example"
 """The function of a script that returns a model and its inputs."""

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..layout.machine import MACHINES, Machine
 from ..parallel.search.search import predict
 from ..parallel.whole_model.plan import Plan
+from ..prices.machine import MACHINES, Machine
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 """Device type -> lengths of the sides of the products."""

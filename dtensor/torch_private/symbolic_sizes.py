@@ -100,6 +100,13 @@ def same_size(a: Any, b: Any) -> bool:
     return a is b or bool(guard_or_false(a == b))
 
 
+def differ(a: Any, b: Any) -> bool:
+    """Whether two sizes are different; for data-dependent sizes, whether they are known to be."""
+    if type(a) is int and type(b) is int:
+        return a != b
+    return a is not b and bool(guard_or_false(a != b))
+
+
 def hint(size: Any) -> int:
     """The size as a number: itself, or the example value of a SymInt, 8192 if it has none. Adds no guard."""
     if isinstance(size, torch.SymInt):
@@ -505,6 +512,7 @@ __all__ = [
     "before_guards",
     "binary_products",
     "define_strides",
+    "differ",
     "evaluated",
     "free_symbols",
     "guards_hold",

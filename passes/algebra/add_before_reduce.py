@@ -5,13 +5,14 @@ from dataclasses import replace
 from torch import fx
 
 from ..graph import ir, sizes
+from ..stages import Pass
 
 PLAIN = ir.aten.add.Tensor
 SUMS = frozenset((PLAIN, ir.aten.sub.Tensor))
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
-class AddBeforeReduce:
+class AddBeforeReduce(Pass):
     """Rewrites the sum or difference of two all_reduces or two reduce_scatters to a single reduction.
 
     Before:
@@ -35,6 +36,7 @@ class AddBeforeReduce:
     """
 
     name = "add_before_reduce"
+    stage = "simplify"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:

@@ -7,9 +7,10 @@ from torch import fx
 from dtensor.job.groups import group_size
 
 from ..graph import ir, sizes
+from ..stages import Pass
 
 
-class CancelGatherShard:
+class CancelGatherShard(Pass):
     """Rewrites an all_gather followed by shards over the same group, and a shard followed by an all_gather.
 
     Before:
@@ -32,6 +33,7 @@ class CancelGatherShard:
     """
 
     name = "cancel_gather_shard"
+    stage = "simplify"
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:

@@ -5,9 +5,10 @@ from typing import Any
 from torch import fx
 
 from ..graph import ir
+from ..stages import JOINT, Compilation, Pass
 
 
-class CommonSubexpressions:
+class CommonSubexpressions(Pass):
     """Removes the second of two equal calls, and lets its users read the result of the first.
 
     Before:
@@ -27,7 +28,12 @@ class CommonSubexpressions:
     """
 
     name = "common_subexpressions"
+    stage = "simplify"
     exactness = "bitwise"
+
+    def taking(self, compilation: Compilation) -> Pass | None:
+        # Merging a forward node with an equal backward node would undo the recomputation of activation checkpointing.
+        return None if compilation.graph == JOINT else self
 
     def __call__(self, graph: fx.Graph) -> int:
         rewrites, epoch = 0, 0

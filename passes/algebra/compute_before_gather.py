@@ -8,6 +8,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ..graph import ir, sizes
+from ..stages import Pass
 from .localize_replicated import is_alike
 
 aten: Any = ir.aten
@@ -26,7 +27,7 @@ CUTS: dict[Any, int] = {aten.slice.Tensor: 1, aten.select.int: 1}
 """Operator that takes a part along one dim -> the position of the dim among its arguments."""
 
 
-class ComputeBeforeGather:
+class ComputeBeforeGather(Pass):
     """Moves an all_gather after operators that shrink the gathered tensor, and before a broadcast that enlarges it.
 
     Before:
@@ -56,6 +57,7 @@ class ComputeBeforeGather:
     """
 
     name = "compute_before_gather"
+    stage = "simplify"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:

@@ -5,9 +5,10 @@ import operator
 from torch import fx
 
 from ..graph import ir
+from ..stages import Pass
 
 
-class DeadCode:
+class DeadCode(Pass):
     """Removes calls without users, backwards from the output.
 
     Before:
@@ -26,6 +27,7 @@ class DeadCode:
     """
 
     name = "dead_code"
+    stage = "simplify"
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:

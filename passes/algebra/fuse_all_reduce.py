@@ -5,9 +5,10 @@ from dataclasses import replace
 from torch import fx
 
 from ..graph import ir, sizes
+from ..stages import Pass
 
 
-class FuseAllReduce:
+class FuseAllReduce(Pass):
     """Rewrites a reduce_scatter followed by an all_gather of the same dim over the same group to an all_reduce.
 
     Before:
@@ -26,6 +27,7 @@ class FuseAllReduce:
     """
 
     name = "fuse_all_reduce"
+    stage = "simplify"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:

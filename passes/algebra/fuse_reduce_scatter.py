@@ -5,9 +5,10 @@ from dataclasses import replace
 from torch import fx
 
 from ..graph import ir
+from ..stages import Pass
 
 
-class FuseReduceScatter:
+class FuseReduceScatter(Pass):
     """Rewrites an all_reduce followed by a shard over the same group to a reduce_scatter.
 
     Before:
@@ -24,6 +25,7 @@ class FuseReduceScatter:
     """
 
     name = "fuse_reduce_scatter"
+    stage = "simplify"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:

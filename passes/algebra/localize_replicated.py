@@ -9,6 +9,7 @@ from torch import fx
 from dtensor.job.groups import group_size
 
 from ..graph import groups, ir
+from ..stages import Pass
 from .reduce_after_view import KEEP_ORDER, PERMUTE
 
 aten: Any = ir.aten
@@ -22,7 +23,7 @@ IDEMPOTENT = frozenset(("max", "min", "avg"))
 """The reductions that give x if all ranks hold x; a sum gives a multiple of it."""
 
 
-class LocalizeReplicated:
+class LocalizeReplicated(Pass):
     """Turns an all_reduce, reduce_scatter or all_gather of a replicated value into a local computation.
 
     Before:
@@ -50,6 +51,7 @@ class LocalizeReplicated:
     """
 
     name = "localize_replicated"
+    stage = "simplify"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:

@@ -7,9 +7,10 @@ from torch import fx
 from dtensor.job.groups import group_size
 
 from ..graph import groups, ir
+from ..stages import Pass
 
 
-class MergeAxes:
+class MergeAxes(Pass):
     """Merges an all_reduce of an all_reduce, an all_gather of an all_gather, or a reduce_scatter of a reduce_scatter.
 
     Before:
@@ -29,6 +30,7 @@ class MergeAxes:
     """
 
     name = "merge_axes"
+    stage = "simplify"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:

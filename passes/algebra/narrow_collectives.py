@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from ..graph import ir
+from ..stages import Pass
 
 MOVES = ("all_gather", "all_to_all", "collective_permute")
 """The collectives that move elements without computing."""
@@ -13,7 +14,7 @@ MOVES = ("all_gather", "all_to_all", "collective_permute")
 CASTS = frozenset((ir.aten._to_copy.default, torch.ops.prims.convert_element_type.default))
 
 
-class NarrowCollectives:
+class NarrowCollectives(Pass):
     """Moves a narrowing cast from after a collective to before it, and a widening cast the other way.
 
     Before:
@@ -33,6 +34,7 @@ class NarrowCollectives:
     """
 
     name = "narrow_collectives"
+    stage = "simplify"
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:

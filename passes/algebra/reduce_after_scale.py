@@ -6,6 +6,7 @@ from typing import Any
 from torch import fx
 
 from ..graph import ir, sizes
+from ..stages import Pass
 from .add_before_reduce import SUMS
 from .localize_replicated import is_alike
 from .reduce_after_view import KEEP_ORDER, Path, sink_to_sum
@@ -16,7 +17,7 @@ SCALES = frozenset((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.
 """Operators that are linear in each factor. A divisor does not count as a factor."""
 
 
-class ReduceAfterScale:
+class ReduceAfterScale(Pass):
     """Moves a reduction after the scaling of its result: k * all_reduce(x) becomes all_reduce(k * x).
 
     Before:
@@ -41,6 +42,7 @@ class ReduceAfterScale:
     """
 
     name = "reduce_after_scale"
+    stage = "simplify"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from ..graph import ir, sizes
+from ..stages import Pass
 from .add_before_reduce import SUMS, is_root, leaves, mergeable, operands, reduction
 
 aten: Any = ir.aten
@@ -21,7 +22,7 @@ PERMUTE = frozenset((aten.t.default, aten.transpose.int, aten.permute.default))
 """Views that permute dims."""
 
 
-class ReduceAfterView:
+class ReduceAfterView(Pass):
     """Moves a reduction after views of its result: view(all_reduce(x)) becomes all_reduce(view(x)).
 
     Before:
@@ -47,6 +48,7 @@ class ReduceAfterView:
     """
 
     name = "reduce_after_view"
+    stage = "simplify"
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:

@@ -6,11 +6,12 @@ from typing import Any
 from torch import fx
 
 from ..graph import ir, sizes
+from ..stages import Pass
 from .compute_before_gather import REDUCTIONS, reduced_dims
 from .reduce_after_view import KEEP_ORDER, changes_nothing
 
 
-class ReuseGather:
+class ReuseGather(Pass):
     """Rewrites an all_gather of a reduction of x, where x is gathered too, to the reduction of the gathered x.
 
     Before:
@@ -31,6 +32,7 @@ class ReuseGather:
     """
 
     name = "reuse_gather"
+    stage = "simplify"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:

@@ -5,9 +5,10 @@ from dataclasses import replace
 from torch import fx
 
 from ..graph import groups, ir
+from ..stages import Pass
 
 
-class ScatterBeforeReduce:
+class ScatterBeforeReduce(Pass):
     """Rewrites an all_reduce that is then sharded over some of its axes to a reduce_scatter and a smaller all_reduce.
 
     Before:
@@ -31,6 +32,7 @@ class ScatterBeforeReduce:
     """
 
     name = "scatter_before_reduce"
+    stage = "simplify"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:

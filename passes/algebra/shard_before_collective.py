@@ -5,12 +5,13 @@ from dataclasses import replace
 from torch import fx
 
 from ..graph import groups, ir
+from ..stages import Pass
 
 MOVED = ("all_reduce", "all_gather")
 """The collectives that a shard moves before."""
 
 
-class ShardBeforeCollective:
+class ShardBeforeCollective(Pass):
     """Moves a shard before an all_reduce or all_gather over a group that has no mesh axis in common with the shard's
     group.
 
@@ -30,6 +31,7 @@ class ShardBeforeCollective:
     """
 
     name = "shard_before_collective"
+    stage = "simplify"
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:

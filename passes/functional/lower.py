@@ -14,6 +14,7 @@ from dtensor.torch_private.symbolic_sizes import sizes_before_strides
 
 from ..graph import ir, sizes
 from ..graph.count import describe
+from ..stages import Pass
 
 aten: Any = ir.aten
 
@@ -24,7 +25,7 @@ REDUCTIONS = frozenset(
 """The operators with which kernels reduce where ranks exchange the parts (over gloo)."""
 
 
-class Lower:
+class Lower(Pass):
     """Replaces each communicating operator by its traced kernel: a start, a wait and local operators.
 
     Before:
@@ -53,6 +54,7 @@ class Lower:
     """
 
     name = "lower"
+    stage = "overlap"
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dtensor.comm.wire_dtypes import CARRIED, form
 
 from ..graph import ir
+from ..stages import Pass
 from . import glue
 from .start_wait_pairs import Pair, pairs, tell_sizes
 from .unlower import unlower
@@ -18,7 +19,7 @@ from .unlower import unlower
 aten: Any = ir.aten
 
 
-class Raise:
+class Raise(Pass):
     """Rewrites a start of `_c10d_functional`, its wait and the glue around them to one `dtensor` operator.
 
     Before:
@@ -50,6 +51,7 @@ class Raise:
     """
 
     name = "raise"
+    stage = "raise"
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:

@@ -14,10 +14,10 @@ from torch import fx
 
 from dtensor.comm.collectives import COMMUNICATING
 from dtensor.job.groups import group_size
-from dtensor.layout import cost
+from dtensor.prices import links
 from dtensor.torch_private.symbolic_sizes import hint
 
-from . import ir
+from . import ir, ordered
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,28 @@ def describe(node: fx.Node) -> CollectiveInfo | None:
     c = ir.collective(node)
     if c is not None and c.op in COMMUNICATING:
         n, full = group_size(c.group), _bytes(ir.value(node if c.op == "all_gather" else c.x))
-        sent = round(cost.wire_bytes(c.op, full, n))
+        sent = round(links.wire_bytes(c.op, full, n))
         return CollectiveInfo(c.op, c.group, n, sent, c.reduce_op, c.gather_dim, c.scatter_dim)
     # If one rank compiles for all, the group is an input of the graph.
-    return _describe_start(node) if node.target in ir.STARTS and isinstance(node.args[-1], str) else None
+    target, args = ordered.called(node)
+    return _describe_start(node, target, args) if target in ir.STARTS and isinstance(args[-1], str) else None
 
 
-def _describe_start(node: fx.Node) -> CollectiveInfo:
-    op, group, x = ir.STARTS[node.target], str(node.args[-1]), node.args[0]
+def between_ranks(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
+    """Return the collectives over more than one rank in graph order, each with its group."""
+    found = [(node, describe(node)) for node in ir.communicating(graph)]
+    return [(node, info.group) for node, info in found if info is not None and info.group_size > 1]
+
+
+def _describe_start(node: fx.Node, target: Any, args: tuple[Any, ...]) -> CollectiveInfo:
+    op, group, x = ir.STARTS[target], str(args[-1]), args[0]
     n = group_size(group)
     inputs = [ir.value(leaf) for leaf in (x if isinstance(x, (tuple, list)) else [x]) if isinstance(leaf, fx.Node)]
     full = _bytes(ir.value(node) if op == "all_gather" else inputs)
-    reduce_op = str(node.args[1]) if op in ("all_reduce", "reduce_scatter") else None
+    reduce_op = str(args[1]) if op in ("all_reduce", "reduce_scatter") else None
     gather_dim = 0 if op == "all_gather" else None
     return CollectiveInfo(
-        op, group, n, round(cost.wire_bytes(op, full, n)), reduce_op, gather_dim, 0 if op == "reduce_scatter" else None
+        op, group, n, round(links.wire_bytes(op, full, n)), reduce_op, gather_dim, 0 if op == "reduce_scatter" else None
     )
 
 
@@ -91,4 +98,4 @@ def _bytes(val: Any) -> int:
     return math.prod([hint(n) for n in val.shape]) * val.element_size()
 
 
-__all__ = ["CollectiveInfo", "collectives", "count", "describe", "wire_bytes"]
+__all__ = ["CollectiveInfo", "between_ranks", "collectives", "count", "describe", "wire_bytes"]

@@ -15,8 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from dtensor.job.groups import group_size
-from dtensor.layout import cost
-from dtensor.layout.cost import Network
+from dtensor.prices import links
+from dtensor.prices.links import Network
 
 Axes = tuple[int, ...]
 
@@ -28,7 +28,7 @@ class MeshGroups:
     Attributes:
         names: pairs of axes and the name of this rank's group over them. The axes ascend, and the group numbers its
             ranks with the last axis varying fastest.
-        network: sizes and links of the axes (`dtensor.layout.cost`).
+        network: sizes and links of the axes (`dtensor.prices.links`).
     """
 
     names: tuple[tuple[Axes, str], ...]
@@ -57,7 +57,7 @@ class Product:
     _axes: Mapping[str, Axes]
 
     def seconds(self, op: str, group: str) -> float:
-        """Return the seconds per byte of `op` over `group`, one of the three; bytes are those of `cost.wire_bytes`."""
+        """Return the seconds per byte of `op` over `group`, one of the three; bytes are those of `links.wire_bytes`."""
         return self._network.terms(op, self._axes[group])[1]
 
 
@@ -120,17 +120,17 @@ def _product(mesh: MeshGroups, first: Axes, second: Axes) -> Product | None:
 
 
 def seconds(op: str, size: float, group: str) -> float:
-    """Estimate the time of `op` over `group` in seconds. `size` is in bytes as in `cost.wire_bytes`; the link is the
+    """Estimate the time of `op` over `group` in seconds. `size` is in bytes as in `links.wire_bytes`; the link is the
     default one if none is known."""
     for mesh, (axes,) in _places(group):
         fixed, per_byte = mesh.network.terms(op, axes)
         return fixed + per_byte * size
-    return cost.seconds(op, size, group_size(group))
+    return links.seconds(op, size, group_size(group))
 
 
-def link(group: str) -> cost.Link:
+def link(group: str) -> links.Link:
     """Return the link of a group; the default one if none is known."""
-    return next((mesh.network.link(axes) for mesh, (axes,) in _places(group)), cost.DEFAULT)
+    return next((mesh.network.link(axes) for mesh, (axes,) in _places(group)), links.DEFAULT)
 
 
 def falls(before: float, after: float) -> bool:

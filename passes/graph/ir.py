@@ -19,10 +19,11 @@ from torch.fx.node import map_arg
 
 from dtensor.comm.collectives import ops
 from dtensor.mesh.provenance import LAYOUT, OPERATOR, SHARDS, SPEC, TRACED
+from dtensor.prices import operators
 from dtensor.torch_private.core import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves, wait_tensors
 from dtensor.torch_private.symbolic_sizes import without_guards
 
-from . import steps
+from . import ordered, steps
 
 aten: Any = torch.ops.aten
 
@@ -64,7 +65,7 @@ STARTS: dict[Any, str] = {
 """Start operator, a functional collective or one of ours -> the collective it starts. The group is the last argument of
 each."""
 
-_COMMUNICATING = (*_NAMES, *STARTS)
+_COMMUNICATING = dict.fromkeys((*_NAMES, *STARTS))
 
 ALL_TO_ALLS = (c10d.all_to_all_single.default, ops.all_to_all_start.default)
 """The starts that send each rank as many rows as their lists of splits state."""
@@ -154,11 +155,12 @@ def collective(node: object, name: str | None = None) -> Collective | None:
     """Describe a collective node; None if `node` does not call a redistribution operator (or the one called `name`)."""
     if not isinstance(node, fx.Node):
         return None
-    op = _NAMES.get(node.target)
+    target, args = ordered.called(node) if ordered.is_wrapped(node) else (node.target, node.args)
+    op = _NAMES.get(target)
     if op is None or name not in (None, op):
         return None
     assert not node.kwargs, f"{node.format_node()}: a traced operator takes its arguments by position"
-    fields: dict[str, Any] = dict(zip(FIELDS[op], node.args, strict=True))
+    fields: dict[str, Any] = dict(zip(FIELDS[op], args, strict=True))
     ndim = value(fields["x"]).dim()
     for key in ("gather_dim", "scatter_dim"):
         if fields.get(key, 0) < 0:
@@ -172,8 +174,10 @@ def calls(graph: fx.Graph, *names: str) -> list[fx.Node]:
 
 
 def communicating(graph: fx.Graph) -> list[fx.Node]:
-    """Return the calls of redistribution operators and of operators that start a collective, in graph order."""
-    return _calls(graph, _COMMUNICATING)
+    """Return the calls of redistribution operators and of operators that start a collective, in graph order, those
+    among them that are made to run after others (`ordered`)."""
+    later = [node for node in ordered.wrapped(graph) if ordered.called(node)[0] in _COMMUNICATING]
+    return sorted([*_calls(graph, _COMMUNICATING), *later]) if later else _calls(graph, _COMMUNICATING)
 
 
 def _calls(graph: fx.Graph, targets: Iterable[Any]) -> list[fx.Node]:
@@ -182,8 +186,9 @@ def _calls(graph: fx.Graph, targets: Iterable[Any]) -> list[fx.Node]:
 
 def group(node: fx.Node) -> str | None:
     """Return the name of the process group of a collective or of a functional start; None for other nodes."""
-    if node.target in STARTS:
-        return node.args[-1] if isinstance(node.args[-1], str) else None
+    target, args = ordered.called(node)
+    if target in STARTS:
+        return args[-1] if isinstance(args[-1], str) else None
     c = collective(node)
     return c.group if c is not None else None
 
@@ -336,7 +341,18 @@ def provenance(node: fx.Node) -> dict[str, Any]:
 def insert(
     before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node
 ) -> fx.Node:
-    """Insert a call before `before`, compute its value, and copy the provenance of `like`."""
+    """Insert a call before `before`, compute its value, and copy the provenance of `like`.
+
+    Args:
+        before: the node to insert the call before.
+        target: the operator, such as `torch.ops.aten.mul.Tensor`.
+        args: its arguments, nodes among them.
+        kwargs: its arguments by name.
+        like: the node whose place in the program the new one has.
+
+    Returns:
+        The new node.
+    """
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)
     node.meta = provenance(like)
@@ -490,7 +506,7 @@ def is_local_pure(node: fx.Node) -> bool:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether `node` computes each element from the elements at the same position, and has no side effects."""
-    return is_local_pure(node) and torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return operators.is_pointwise(node.target) and is_local_pure(node)
 
 
 def numbers_agree(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from dtensor.errors import PassError
 from dtensor.job.groups import canonical
 
-from . import ir
+from . import ir, ordered
 
 Partition = tuple[tuple[int, ...], ...]
 Groups = Mapping[str, Partition]
@@ -78,13 +78,16 @@ def _own(arg: Any) -> Any:
 
 
 def _step(graph: fx.Graph, node: fx.Node, envs: list[dict[fx.Node, Any]], groups: Groups, draws: int) -> list[Any]:
-    args = [map_arg((node.args, node.kwargs), env.__getitem__) for env in envs]
+    target, given = ordered.called(node)
     try:
         if node.op == "get_attr":
             return [_own(_attribute(graph, str(node.target))) for _ in envs]
-        run = _COLLECTIVES.get(node.target)
+        if str(target) in _SILENT:
+            return [_SILENT[str(target)] for _ in envs]
+        run = _COLLECTIVES.get(target)
         if run is not None:
-            return _together(run, node, args, groups)
+            return _together(run, str(given[-1]), [map_arg(given, env.__getitem__) for env in envs], groups)
+        args = [map_arg((node.args, node.kwargs), env.__getitem__) for env in envs]
         return [_alone(node, *pair, seed=draws * len(envs) + rank) for rank, pair in enumerate(args)]
     except Exception as error:  # whatever an operator raises
         raise PassError(f"simulated {node.format_node()}: {type(error).__name__}: {error}") from error
@@ -115,10 +118,10 @@ def _attribute(graph: fx.Graph, path: str) -> Any:
     return found
 
 
-def _together(run: Callable[..., list[Any]], node: fx.Node, args: list[tuple[Any, ...]], groups: Groups) -> list[Any]:
+def _together(run: Callable[..., list[Any]], group: str, args: list[tuple[Any, ...]], groups: Groups) -> list[Any]:
     results: list[Any] = [None] * len(args)
-    for members in partition(groups, str(node.args[-1])):
-        given = [args[rank][0] for rank in members]
+    for members in partition(groups, group):
+        given = [args[rank] for rank in members]
         for rank, result in zip(members, run([g[0] for g in given], *given[0][1:-1]), strict=True):
             results[rank] = result
     return results
@@ -225,6 +228,15 @@ def _each(run: Callable[..., Tensors]) -> Callable[..., list[Tensors]]:
 
     return coalesced
 
+
+_SILENT: dict[str, Any] = {
+    "dtensor.agree.default": None,
+    "dtensor.generator_state.default": torch.zeros(1, dtype=torch.int64),
+    "dtensor.record_begin.default": None,
+    "dtensor.record.default": None,
+    "dtensor.record_end.default": None,
+}
+"""Operators that tell others something and compute nothing -> what they give on simulated ranks, which tell nobody."""
 
 _COLLECTIVES: dict[Any, Callable[..., list[Any]]] = {
     ir.TARGETS["all_gather"]: _all_gather,

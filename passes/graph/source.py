@@ -53,9 +53,25 @@ def module_class(node: fx.Node) -> str:
     return f"nn.{name}" if whole.startswith(TORCHS) else name
 
 
+def place(node: fx.Node) -> str:
+    """Return `train.py:12 in layers.0.wo`, or `nn.Linear in layers.0.wo` where no line is the user's, as far as it is
+    known."""
+    return " in ".join(filter(None, [str(source(node) or module_class(node)), module(node)]))
+
+
+def tell_modules(graph: fx.Graph) -> None:
+    """Record on nodes of the backward the module of the forward node whose gradient they compute, where torch did not.
+    Both have the same sequence number."""
+    forward = {node.meta.get("seq_nr"): node for node in graph.nodes if node.meta.get("nn_module_stack")}
+    for node in graph.nodes:
+        found = forward.get(node.meta.get("seq_nr", -1))
+        if found is not None and not node.meta.get("nn_module_stack"):
+            node.meta.setdefault("fwd_nn_module_stack", found.meta["nn_module_stack"])
+
+
 def _innermost(node: fx.Node) -> tuple[str, Any]:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return next(reversed(stack.values()), ("", ""))
 
 
-__all__ = ["Source", "module", "module_class", "source"]
+__all__ = ["Source", "module", "module_class", "place", "source", "tell_modules"]

@@ -6,8 +6,8 @@
 
 Nodes are renamed in order of appearance, so that equal graphs print the same text whatever rewrites produced them.
 Placeholders keep their names. A symbolic size prints as its expression; a group prints as its label if it has one.
-Sizes are local. The placements, where known, follow them, one for each mesh axis: `f32[4,8]{S(0)R}`. If `remark`
-returns text for a node, it follows the node's line:
+Sizes are local. The placements, where known, follow them, one for each mesh axis: `f32[4,8]{S(0)R}`. A node that is
+made to run after others (`ordered`) names these at its end. If `remark` returns text for a node, it follows the line:
 
     %h: f32[8,8]{R} = dtensor.all_gather(%x, 0, 8, tp)  # 128 bytes over tp, S(0)->R, explicit; train.py:12
 """
@@ -20,6 +20,8 @@ from torch import fx
 
 from dtensor.mesh.provenance import LAYOUT
 from dtensor.torch_private.core import OpOverload
+
+from . import ordered
 
 REMARK = "  # "
 """Separates the line of a node from its remark."""
@@ -54,9 +56,10 @@ def text(
     """
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
     printer = _Printer(graph, labels or {})
-    lines = [printer.line(node) for node in graph.nodes]
+    nodes = [node for node in graph.nodes if not ordered.is_wrapper(node)]
+    lines = [printer.line(node) for node in nodes]
     if remark is not None:
-        said = [remark(node) for node in graph.nodes]
+        said = [remark(node) for node in nodes]
         lines = [f"{line}{REMARK}{words}" if words else line for line, words in zip(lines, said, strict=True)]
     return "\n".join(lines)
 
@@ -124,8 +127,10 @@ class _Printer:
             return head + "placeholder"
         if node.op == "get_attr":
             return head + f"get_attr({node.target!r})"
-        args = [self.arg(a) for a in node.args] + [f"{k}={self.arg(v)}" for k, v in node.kwargs.items()]
-        return f"{head}{target_name(node.target)}({', '.join(args)})"
+        target, given = ordered.called(node)
+        args = [self.arg(a) for a in given] + [f"{k}={self.arg(v)}" for k, v in node.kwargs.items()]
+        after = f" after {self.arg(ordered.earlier(node))}" if target is not node.target else ""
+        return f"{head}{target_name(target)}({', '.join(args)}){after}"
 
     def arg(self, arg: Any) -> str:
         if isinstance(arg, fx.Node):
@@ -142,6 +147,5 @@ class _Printer:
 def _base(node: fx.Node) -> str:
     if node.op == "get_attr":
         return str(node.target).replace(".", "_")
-    if isinstance(node.target, OpOverload):
-        return node.target.overloadpacket.__name__.lstrip("_")
-    return target_name(node.target)
+    target, _ = ordered.called(node)
+    return target.overloadpacket.__name__.lstrip("_") if isinstance(target, OpOverload) else target_name(target)

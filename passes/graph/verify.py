@@ -18,7 +18,7 @@ from dtensor.errors import PassError
 from dtensor.job.groups import group_ranks
 from dtensor.torch_private.core import FakeTensorMode, OpOverload
 
-from . import ir
+from . import ir, ordered
 from .text import kind
 
 Problem = tuple[fx.Node | None, str]
@@ -200,14 +200,15 @@ def _reductions_known(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
         c = ir.collective(node)
         if c is not None and c.reduce_op is not None and c.reduce_op not in ir.REDUCE_OPS:
             yield node, f"reduces by {c.reduce_op!r}, which is not one of {', '.join(sorted(ir.REDUCE_OPS))}"
-        if ir.STARTS.get(node.target) in _C10D_REDUCTIONS and node.args[1] not in _C10D_REDUCE_OPS:
-            yield node, f"reduces by {node.args[1]!r}, which is not one of {', '.join(sorted(_C10D_REDUCE_OPS))}"
+        target, args = ordered.called(node)
+        if ir.STARTS.get(target) in _C10D_REDUCTIONS and args[1] not in _C10D_REDUCE_OPS:
+            yield node, f"reduces by {args[1]!r}, which is not one of {', '.join(sorted(_C10D_REDUCE_OPS))}"
 
 
 def _waits(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
     place = {node: k for k, node in enumerate(graph.nodes)}
     for node in place:
-        if node.target not in ir.STARTS:
+        if ordered.called(node)[0] not in ir.STARTS:
             continue
         # A coalesced start returns a list, and each of its items is waited for.
         results = list(node.users) if isinstance(ir.value(node), (tuple, list)) else [node]
@@ -216,10 +217,11 @@ def _waits(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
 
 
 def _waits_of(start: fx.Node, place: dict[fx.Node, int]) -> Iterator[Problem]:
-    waits = [user for user in start.users if user.target in (ir.WAIT, ir.WAIT_FOR_ALL)]
+    users = [user for user in start.users if not ordered.is_wrapped(user) or start in user.args[2:]]
+    waits = [user for user in users if ordered.called(user)[0] in (ir.WAIT, ir.WAIT_FOR_ALL)]
     if len(waits) != 1:
         yield start, f"is waited for {len(waits)} times; each start must have exactly one wait"
-    for user in start.users:
+    for user in users:
         if user.op == "output":
             yield start, "is returned before it is waited for"
         elif waits and place[user] < place[waits[0]]:

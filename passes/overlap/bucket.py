@@ -13,6 +13,7 @@ from dtensor.mesh.provenance import TRACED
 from ..graph import groups, ir
 from ..graph.count import CollectiveInfo, describe
 from ..graph.node_order import Before, dependencies, floating, sort
+from ..stages import Pass
 
 aten: Any = ir.aten
 
@@ -25,7 +26,7 @@ many times the start of a collective. They may otherwise be the data that is sti
 compute."""
 
 
-class Bucket:
+class Bucket(Pass):
     """Merges started collectives over one group, of one dtype and one reduction, to one collective on all their
     elements.
 
@@ -64,6 +65,7 @@ class Bucket:
     """
 
     name = "bucket"
+    stage = "overlap"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -89,7 +91,7 @@ class _Start:
         wait: its wait.
         op: name of the collective that `node` calls.
         key: starts with equal keys may share a buffer.
-        size: bytes as in `cost.wire_bytes`.
+        size: bytes as in `links.wire_bytes`.
         fixed: seconds that it takes whatever the size.
         per_byte: seconds per byte of `size`.
         copy: seconds to copy it into a buffer and out again.

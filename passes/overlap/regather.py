@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dtensor.comm.collectives import KEPT
 
 from ..graph import groups, ir, sizes
+from ..stages import MARKED, Compilation, Pass
 
 aten: Any = ir.aten
 
@@ -17,7 +18,7 @@ HELD = 2
 """The number of gathered parameters that `schedule` holds at once: one in use and one prefetched."""
 
 
-class Regather:
+class Regather(Pass):
     """Marks all-gathers of a joint graph, with the views and casts that follow them, to be recomputed in the backward.
 
     Before:
@@ -53,11 +54,15 @@ class Regather:
     """
 
     name = "regather"
+    stage = "divide"
     exactness = "bitwise"
 
     def __init__(self, budget: int | None = None, held: int = HELD) -> None:
         self.budget: Any = budget
         self.held: Any = held
+
+    def taking(self, compilation: Compilation) -> Pass | None:
+        return Regather(compilation.memory_budget) if compilation.graph == MARKED else None
 
     def __call__(self, graph: fx.Graph) -> int:
         found = [node for node in ir.calls(graph, "all_gather") if _is_open(node)]

@@ -11,9 +11,10 @@ from dtensor.torch_private.symbolic_sizes import hint
 
 from ..graph import ir
 from ..graph.node_order import Before, dependencies, floating, rearrange
+from ..stages import Pass
 
 
-class Schedule:
+class Schedule(Pass):
     """Reorders the nodes of a lowered graph so that communication and computation overlap as much as possible.
 
     Before:
@@ -67,6 +68,7 @@ class Schedule:
     """
 
     name = "schedule"
+    stage = "overlap"
     exactness = "bitwise"
 
     def __init__(self, ahead: int | None = None) -> None:

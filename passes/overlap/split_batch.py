@@ -17,6 +17,7 @@ from dtensor.rules.families.pointwise import pointwise
 from dtensor.torch_private.core import OpOverload
 
 from ..graph import ir, sizes
+from ..stages import Compilation, Pass
 
 aten: Any = ir.aten
 
@@ -26,7 +27,7 @@ FEWEST = 2
 VIEWS = frozenset((aten.view.default, aten._unsafe_view.default))
 
 
-class SplitBatch:
+class SplitBatch(Pass):
     """Splits a batch into microbatches, as if it were sharded over a mesh axis whose ranks are all this one.
 
     Before:
@@ -82,12 +83,18 @@ class SplitBatch:
     """
 
     name = "split_batch"
+    stage = "divide"
     exactness = "reassociates"
+    when = "with the option `split_batch`"
 
     def __init__(self, parts: int = 2) -> None:
         if not isinstance(parts, int) or parts < 1:
             raise ArgumentError(f"parts is the number of microbatches, at least 1; got {parts!r}")
         self.parts = parts
+
+    def taking(self, compilation: Compilation) -> Pass | None:
+        split = compilation.split_batch > 1 and not compilation.within
+        return SplitBatch(compilation.split_batch) if split else None
 
     def __call__(self, graph: fx.Graph) -> int:
         splits = _splits(graph, self.parts)

@@ -15,10 +15,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from dtensor import DTensor, Partial, PlacementError, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.comm.collectives import fit, start
 from dtensor.comm.pending_tensor import Pending
-from dtensor.layout.cost import Network
 from dtensor.layout.layout import Layout
 from dtensor.layout.planner import plan
 from dtensor.layout.transitions import senders
+from dtensor.prices.links import Network
 from dtensor.testing import CountCollectives, run_ranks, run_threads, with_ranks, with_threads
 
 FOLD = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}

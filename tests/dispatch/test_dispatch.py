@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,7 +14,7 @@ from dtensor.dispatch import dispatch
 from dtensor.mesh import tensor_spec
 from dtensor.mesh.caches import clear_caches
 from dtensor.testing import CountCollectives, fake_ranks, with_threads
-from dtensor.torch_private.core import _OF_LISTS, without_frame
+from dtensor.torch_private.core import FakeTensorMode, fastest_binding, without_frame
 
 aten = torch.ops.aten
 
@@ -71,6 +72,7 @@ def test_what_needs_no_second_look_gets_none(mesh, name, monkeypatch):
 
     monkeypatch.setattr(dispatch, "run", refuse)
     monkeypatch.setattr(dispatch, "decide", refuse)
+    monkeypatch.setattr(dispatch, "_look_up", refuse)
     found, expected = leaves(QUICK[name](*given)), leaves(QUICK[name](*local))
     assert len(found) == len(expected)
     for a, e in zip(found, expected):
@@ -78,23 +80,42 @@ def test_what_needs_no_second_look_gets_none(mesh, name, monkeypatch):
         torch.testing.assert_close(a._local_tensor, e, rtol=0, atol=0)
 
 
-SLOW = {
+PREPARED = {
     "mean over the shards": lambda x: x.mean(0),
     "moved operand": lambda x: x.softmax(0),
+    "moved item of a list": lambda x: torch.cat([x, x.t()], 1),
     "any over the shards": lambda x: (x > 0).any(0),
     "view": lambda x: x.view(2, 2, 4),
+    "expand": lambda x: x.expand(2, 4, 4),
+    "in place": lambda x: x.add_(1),
+    "several results": lambda x: x.max(1),
 }
 
 
-@pytest.mark.parametrize("name", SLOW)
-def test_what_differs_on_a_shard_is_looked_at(mesh, name, monkeypatch):
-    x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
-    seen = []
-    run = dispatch.run
-    monkeypatch.setattr(dispatch, "run", lambda decision, func, *rest: seen.append(func) or run(decision, func, *rest))
-    for _ in range(2):
-        SLOW[name](x)
-    assert len(seen) == 2
+@pytest.mark.parametrize("name", PREPARED)
+@with_threads(2)
+def test_what_differs_on_a_shard_is_prepared_once(rank, name):
+    """A second call runs what the first one has prepared, and gives the same; so does one without that."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(16.0).reshape(4, 4).sin()
+    given = [distribute_tensor(x, mesh, [Shard(0)]) for _ in range(3)]
+    expected = leaves(PREPARED[name](x.clone()))
+    first = leaves(PREPARED[name](given[0]))
+    look_up = dispatch._look_up
+    dist.barrier()
+    if rank == 0:
+        dispatch._look_up = None  # ranks are threads, for which it is the same
+    try:
+        dist.barrier()
+        second = leaves(PREPARED[name](given[1]))
+        dist.barrier()
+    finally:
+        dispatch._look_up = look_up
+        dist.barrier()
+    for one, other, e in zip(first, second, expected, strict=True):
+        assert one._spec is other._spec
+        torch.testing.assert_close(one.full_tensor(), e)
+        torch.testing.assert_close(other.full_tensor(), e)
 
 
 def test_equal_numbers_of_other_types_are_other_calls(mesh):
@@ -217,12 +238,15 @@ def test_a_norms_gradients_are_explained_where_they_move(rank):
         torch.testing.assert_close(masked[1].full_tensor(), found[1].full_tensor())
 
 
-@pytest.mark.parametrize("func", _OF_LISTS)
-def test_bindings_of_lists_are_the_operators(func):
-    """What takes the place of an operator takes its arguments by place and by name, and gives the same."""
+def test_what_is_called_in_place_of_an_operator_makes_its_call():
     xs = [torch.randn(2, 3), torch.randn(2, 3)]
-    for args, kwargs in (((xs,), {}), ((xs, 1), {}), ((xs,), {"dim": -1}), ((), {"tensors": xs, "dim": 1})):
-        torch.testing.assert_close(without_frame(func)(*args, **kwargs), func(*args, **kwargs), rtol=0, atol=0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert fastest_binding(aten.cat.default, (xs, 1), {}) is torch.cat
+        assert fastest_binding(aten.stack.default, (xs,), {}).__name__ == "stack"
+        assert fastest_binding(aten.add_.Tensor, (xs[0], 1), {}) is torch.Tensor.add_
+        assert fastest_binding(aten.slice.Tensor, (xs[0], 1, 0, 2), {}) is without_frame(aten.slice.Tensor)
+        # torch.max of a dim is another overload; that of all is this one.
+        assert fastest_binding(aten.max.dim, (xs[0], 1), {}) is torch.max
 
 
 def test_what_is_decided_in_a_trace_is_known_in_the_next(mesh, monkeypatch):
@@ -249,5 +273,6 @@ def test_what_is_decided_in_a_trace_is_known_in_the_next(mesh, monkeypatch):
     assert first.count(aten.sum.default) == 1
     assert first.count(aten.mm.default) == 2  # of the forward, and of the backward
     assert decided_in_a_step() == []
-    kept = [*tensor_spec._interned.values(), *[s for d in dispatch._cache.values() for s in d.outputs if s is not None]]
+    prepared = list(dispatch._cache.values())
+    kept = [*tensor_spec._interned.values(), *[s for p in prepared for s in p.decision.outputs if s is not None]]
     assert all(s.mesh is mesh and s.real is None for s in kept)

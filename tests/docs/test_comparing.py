@@ -4,13 +4,13 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 
 from click.testing import CliRunner
 
 from dtensor.testing import run_ranks
 from dtensor.tools.cli import main
 from tests.docs.pages import DOCS, ROOT, blocks, run_blocks
+from tests.interpreter import python
 
 PAGE = "guides/comparing.md"
 EXAMPLE = "qwen3_by_hand.py"
@@ -31,9 +31,12 @@ def shown(text):
 
 def run(line, folder):
     command, *words = shlex.split(line)
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {
+        "PYTHONPATH": str(ROOT),
+        "PYTHON_EXEC": python(),
+    }
     return subprocess.run(
-        [sys.executable, *WORDS[command], *words], cwd=folder, env=environment, capture_output=True, text=True
+        [python(), *WORDS[command], *words], cwd=folder, env=environment, capture_output=True, text=True
     )
 
 

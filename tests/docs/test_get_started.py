@@ -12,6 +12,7 @@ import pytest
 
 from dtensor.testing import run_ranks
 from tests.docs.pages import DOCS, ROOT, blocks, hooks
+from tests.interpreter import python
 
 PAGE = "get_started.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$\n(?:\n^```text\n(.*?)^```$)?", flags=re.MULTILINE | re.DOTALL)
@@ -44,8 +45,8 @@ def test_blocks_print_what_is_shown(monkeypatch):
 
 def run(*words, folder):
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": str(ROOT), "DTENSOR_LINKS": ""}
-    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+    environment |= {"PYTHONPATH": str(ROOT), "DTENSOR_LINKS": "", "PYTHON_EXEC": python()}
+    return subprocess.run([python(), *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """The reference of the manual has every public name, with its docstring, and an example on each page."""
 
 import inspect
+import os
 import re
 from dataclasses import fields
 
@@ -59,7 +60,10 @@ def test_a_page_has_an_example(page):
 
 SHARED = {
     "dtensor.testing.with_ranks",  # above it
-    "dtensor.passes.PIPELINE",  # below the four lists
+    "dtensor.passes.insert",  # with replace
+    "dtensor.passes.Stage",  # with the table
+    "dtensor.passes.REGISTERED",  # below the lists
+    "dtensor.passes.PIPELINE",
     "dtensor.passes.PREPARE",
     "dtensor.passes.SIMPLIFY",
 }
@@ -104,10 +108,26 @@ def test_every_command_is_there():
     assert [name for name in names if f"\n### {name}\n" not in text] == []
 
 
+PRINTED = re.compile(r"(<!-- printed from passes/pipeline.py -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+
+
+def test_architecture_shows_the_pipeline():
+    """`EXPECTTEST_ACCEPT=1` prints it anew."""
+    page = ROOT / "ARCHITECTURE.md"
+    before = page.read_text()
+    after = PRINTED.sub(lambda found: f"{found[1]}{hooks().stages()}\n{found[2]}", before)
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        page.write_text(after)
+    else:
+        assert before == after, (
+            "the table of the pipeline has changed; EXPECTTEST_ACCEPT=1 writes it to ARCHITECTURE.md"
+        )
+
+
 def test_every_pass_has_a_section():
     text = hooks().expanded("how/passes.md")
     members = [p for part in hooks().passes().values() for p in part]
-    assert {p.name for p in dtensor.passes.PIPELINE} < {p.name for p in members}
+    assert {p.name for p in dtensor.passes.REGISTERED} == {p.name for p in members}
     for p in members:
         section = text.split(f"### `{p.name}` {{")[1].split("\n### ")[0]
         assert re.findall(r"^\*\*(Before|After)\*\*$", section, flags=re.MULTILINE) == ["Before", "After"]

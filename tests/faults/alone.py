@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor import AgreementError, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 
 
@@ -34,7 +34,7 @@ class Ranks:
         self.x = distribute_tensor(torch.ones(8, 4), self.mesh, [Shard(0)])
         self.loss = DTensor.from_local(torch.ones(()), self.mesh, [Partial()])
         plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-        self.model = parallelize_module(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), self.mesh, plan)
+        self.model = parallelize_module(nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 4)), self.mesh, plan)
         self.sharded = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), mesh=self.mesh)
 
     def step(self, model):
@@ -175,6 +175,31 @@ def slow_in_code(r):
     r.loss.item()
 
 
+def other_inputs(r):
+    """The last rank comes late to a difference that the others have raised."""
+    if r.rank == 2:
+        time.sleep(2)
+    r.model(torch.full((4, 4), float(r.rank)))
+
+
+def other_shapes_at_fsdp(r):
+    if r.rank == 1:
+        time.sleep(2)
+    r.sharded(torch.ones(4, 4 + r.rank))
+
+
+def caught_and_went_on(r):
+    """A rank that goes on after an error does not meet one that has yet to hear of it."""
+    if r.rank == 1:
+        time.sleep(2)
+    for rows in (4, 4000):
+        try:
+            r.model(torch.full((rows, 4), float(r.rank)))
+        except AgreementError as error:
+            print(error)
+            r.model(torch.ones(rows, 4))
+
+
 PROGRAMS = {
     "item_then_step": (2, "rank 0 waits in all_reduce"),
     "item_then_sharded_step": (2, "rank 0 waits in all_reduce"),
@@ -195,6 +220,9 @@ PROGRAMS = {
     "saved_then_end": (2, r"rank 0 waits in all_reduce.*rank 1 has left.*save_pretrained"),
     "saved_then_barrier": (2, "rank 0 waits in all_reduce.*rank 1 waits in torch.distributed.barrier.*save_pretrained"),
     "saved_then_step": (2, "rank 0 waits in all_reduce.*rank 1 waits in all_gather.*save_pretrained"),
+    "other_inputs": (3, r"ranks \d and \d differ in the values"),
+    "other_shapes_at_fsdp": (2, "shapes cannot be multiplied"),
+    "caught_and_went_on": (2, "ranks 0 and 1 differ in the values"),
     "slow": (2, None),
     "slow_in_code": (2, None),
 }

@@ -7,13 +7,13 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from dtensor import Checkpoints
+from tests.interpreter import python
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON = 30.0
@@ -54,7 +54,7 @@ def free_port():
 
 
 def start(case, rank, port, folder):
-    words = [sys.executable, "-m", "tests.faults.victim", json.dumps(case), str(rank), str(port), str(folder)]
+    words = [python(), "-m", "tests.faults.victim", json.dumps(case), str(rank), str(port), str(folder)]
     inside = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with (folder / f"rank-{rank}").open("w") as said:
         return subprocess.Popen(words, env={**os.environ, **inside}, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)

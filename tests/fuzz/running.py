@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dtensor import DTensor, Shard, init_device_mesh
-from dtensor.compile.backends.insert_agreement import Collectives, overheard
+from dtensor.compile.backends.compare_ranks import Collectives, overheard
 from dtensor.job.groups import calls_on
 from dtensor.mesh.caches import clear_caches
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, fully_shard, parallelize_module

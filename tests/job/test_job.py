@@ -95,6 +95,13 @@ def test_a_reason_is_looked_for_where_a_connection_was_closed(rank):
         del job().find_out
 
 
+@with_ranks(1, fresh=True)
+def test_a_rank_that_went_on_after_a_failure_is_told_of_it_where_a_connection_is_closed(rank):
+    job().failed("rank 0 gave up")
+    with pytest.raises(AgreementError, match=r"rank 0 gave up\n.*start all ranks anew"):
+        job().find_out()
+
+
 @with_ranks(2, fresh=True)
 def test_marks_end_with_their_group(rank):
     """Which graph ran last is no matter of groups that are made later, under the same names."""

@@ -10,10 +10,10 @@ import pytest
 import sympy
 
 from dtensor.layout import planner, transitions
-from dtensor.layout.cost import INTER, INTRA, Link, Network, seconds, wire_bytes
 from dtensor.layout.layout import Layout
 from dtensor.layout.planner import plan
 from dtensor.layout.transitions import Space
+from dtensor.prices.links import INTER, INTRA, Link, Network, seconds, wire_bytes
 
 
 def layouts(mesh_ndim, ndim, ops=("sum",)):

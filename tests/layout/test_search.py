@@ -4,7 +4,6 @@ import pytest
 
 from dtensor import Partial, PlacementError, Replicate, Shard
 from dtensor.layout import transitions
-from dtensor.layout.cost import DEFAULT, INTER, Link, Network, log2_ceil, seconds, terms, wire_bytes
 from dtensor.layout.layout import Layout
 from dtensor.layout.placements import Placement
 from dtensor.layout.planner import Cost, Plan, Step, _Bound, _readable, forget, plan
@@ -18,6 +17,7 @@ from dtensor.layout.transitions import (
     rearranged,
     senders,
 )
+from dtensor.prices.links import DEFAULT, INTER, Link, Network, log2_ceil, seconds, terms, wire_bytes
 
 COLLECTIVE, LOCAL, ELEMENT = 1000.0, 1.0, 0.001
 """Seconds of a collective, of a local step, and of an element, so that a bound reads as its three parts."""

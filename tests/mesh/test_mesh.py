@@ -13,8 +13,8 @@ import dtensor
 from dtensor import DTensor, MeshError, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.job.elastic import RENDEZVOUS, SIZES
 from dtensor.job.groups import group_ranks
-from dtensor.layout.cost import INTER, INTRA, Link
 from dtensor.mesh.mesh import facts, group_between
+from dtensor.prices.links import INTER, INTRA, Link
 from dtensor.testing import CountCollectives, with_threads
 from dtensor.torch_private.core import resolve_process_group
 

@@ -11,12 +11,12 @@ from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor.comm.start_collectives import FUNCTIONAL, OVER_GLOO
-from dtensor.layout.cost import Link, Network
 from dtensor.mesh.mesh import facts, prepare
 from dtensor.mesh.provenance import OPERATOR
 from dtensor.passes import MeshGroups, Simulation, mesh_groups, text, verify
 from dtensor.passes.graph import groups
-from dtensor.passes.pipeline import copy_graph
+from dtensor.passes.graph.copying import copy_graph
+from dtensor.prices.links import Link, Network
 from dtensor.testing import fake_ranks
 from dtensor.torch_private.core import make_fx
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dtensor.comm.collectives import ops
 from dtensor.passes import PIPELINE, Bucket, Schedule, SplitBatch, run, verify
-from dtensor.passes.pipeline import copy_graph
+from dtensor.passes.graph.copying import copy_graph
 from dtensor.torch_private.core import c10d
 from dtensor.torch_private.core import functional_collectives as funcol
 

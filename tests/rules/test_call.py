@@ -6,9 +6,9 @@ import torch
 from dtensor.layout.layout import Layout
 from dtensor.mesh.tensor_spec import Spec
 from dtensor.rules import lookup
+from dtensor.rules.bind import rule_for
 from dtensor.rules.call import (
     RULES,
-    SHAPES,
     Call,
     LocalCall,
     Output,
@@ -17,7 +17,6 @@ from dtensor.rules.call import (
     is_in_place,
     positions,
     replaced,
-    rule_for,
     shape_for,
 )
 from dtensor.rules.families.pointwise import pointwise
@@ -152,9 +151,9 @@ def test_rules_by_overload_by_name_and_by_tag(monkeypatch):
 
 
 def test_registering(monkeypatch):
-    for table in (RULES, SHAPES):
-        monkeypatch.setattr("dtensor.rules.call." + ("RULES" if table is RULES else "SHAPES"), {})
-    from dtensor.rules import call as module
+    monkeypatch.setattr("dtensor.rules.bind.RULES", {})
+    monkeypatch.setattr("dtensor.rules.call.SHAPES", {})
+    from dtensor.rules import bind, call
 
     @rule_for("one", "mine::two")
     def rule(call):
@@ -164,8 +163,8 @@ def test_registering(monkeypatch):
     def shape(x):
         raise NotImplementedError
 
-    assert {"aten::one": rule, "mine::two": rule} == module.RULES
-    assert {"aten::three": shape} == module.SHAPES
+    assert {"aten::one": rule, "mine::two": rule} == bind.RULES
+    assert {"aten::three": shape} == call.SHAPES
 
 
 def test_values_are_frozen():

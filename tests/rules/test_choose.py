@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from dtensor import init_device_mesh, rules
-from dtensor.layout.cost import DEFAULT, seconds
 from dtensor.layout.layout import Layout
 from dtensor.mesh.tensor_spec import Spec
+from dtensor.prices.links import DEFAULT, seconds
 from dtensor.rules.call import Call, LocalCall, Output
 from dtensor.rules.choose import Choice, Weighed, choose, weigh
-from dtensor.rules.pattern import Pattern
-from dtensor.rules.rule import Candidate, Rule, candidates, dims, position, shares_dim
+from dtensor.rules.notation import Rule as Notation
+from dtensor.rules.plan import Plan
+from dtensor.rules.rule import Candidate, Rule, candidates, position, shares_dim
 from dtensor.testing import fake_ranks
 
 
@@ -31,6 +32,11 @@ def fake_mesh():
             return init_device_mesh("cpu", shape)
 
         yield make
+
+
+def dims(text):
+    """Dims of one factor each."""
+    return tuple((f,) for f in text)
 
 
 MM = Rule(
@@ -312,17 +318,10 @@ def test_which_factors_share_a_dimension():
     assert shares_dim(Rule((dims("a"), dims("b")), (None, (("a", "b"),)), {"a": 2, "b": 3}), "b")
 
 
-def test_dims_from_text():
-    assert dims("m1k") == (("m",), (), ("k",))
-    assert dims(["m", ("a", "b"), "1"]) == (("m",), ("a", "b"), ())
-    assert dims([]) == ()
-    assert Candidate(None, (None,), (0,)) == Candidate(None, (None,), (0,))
-
-
 def test_rules_and_choices_are_frozen():
     """Decisions are kept, and shared by all calls alike."""
     modules = [importlib.import_module(f"dtensor.rules.{m.name}") for m in pkgutil.walk_packages(rules.__path__)]
     kinds = {k for m in modules for k in vars(m).values() if isinstance(k, type) and dataclasses.is_dataclass(k)}
     kinds -= {Call}
-    assert {Rule, Candidate, Choice, Weighed, Pattern, Output, LocalCall} < kinds
+    assert {Rule, Candidate, Choice, Weighed, Notation, Plan, Output, LocalCall} < kinds
     assert all(k.__dataclass_params__.frozen for k in kinds)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from dtensor import Shard, distribute_tensor, init_device_mesh
 from dtensor.rules.choose import _fits
-from dtensor.rules.families.views import _common, groups, view_factors
-from dtensor.rules.rule import Rule, candidates
+from dtensor.rules.families.views import _common, groups
+from dtensor.rules.rule import candidates
 from dtensor.testing import with_threads
+from dtensor.testing.rules.candidates import OneAxis, call_and_rule, case
 
 PRIMES = st.lists(st.sampled_from([2, 2, 2, 3, 3, 5]), max_size=5)
 
@@ -43,8 +44,7 @@ def chunks(x, n, dim):
 
 def allowed(before, after, n) -> set[tuple[int, int]]:
     """(input dim, output dim) of each shard that the rule keeps on an axis of size `n`."""
-    ins, outs, sizes = view_factors(before, after)
-    rule = Rule((ins,), (outs,), sizes)
+    rule = call_and_rule(case(torch.ops.aten.view.default, torch.empty(before), list(after)), OneAxis(n))[1]
     found = [c for c in candidates(rule) if c.factor is not None and _fits(rule, c, n, {})]
     return {
         (c.inputs[0], c.outputs[0]) for c in found if isinstance(c.inputs[0], int) and isinstance(c.outputs[0], int)

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from dtensor import init_device_mesh, search
-from dtensor.layout.cost import WORK, Link, seconds
-from dtensor.layout.machine import Machine
-from dtensor.mesh.links import Measured, machine_key, read_links, save_links
 from dtensor.mesh.mesh import facts
+from dtensor.prices.calibrated import Measured, machine_key, read_links
+from dtensor.prices.links import WORK, Link, seconds
+from dtensor.prices.machine import Machine
 from dtensor.testing import with_ranks
 from dtensor.tools import calibration, cli
-from dtensor.tools.calibration import CalibrationOptions, CalibrationOutcome, Fit, Timing, fit
+from dtensor.tools.calibration import CalibrationOptions, CalibrationOutcome, Fit, Timing, fit, save_links
 
 LINK = Link(alpha=3e-5, bandwidth=1.5e9, memory=8e9, launch=2e-6, start=7e-5)
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shard")

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtensor import DTensor, Replicate, distribute_model, distribute_tensor, init_device_mesh, search
 from dtensor.interop import convert_module
-from dtensor.layout.cost import Link
-from dtensor.layout.machine import MACHINES
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from dtensor.prices.links import Link
+from dtensor.prices.machine import MACHINES
 
 from .models import EXAMPLES
 

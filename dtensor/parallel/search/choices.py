@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ...dispatch.decision import COMPOSITES, FOREACH, replicated
-from ...layout.cost import Network
-from ...layout.cost import seconds as collective_seconds
 from ...layout.layout import Layout
-from ...layout.machine import Machine
 from ...mesh.tensor_spec import Spec
+from ...prices.links import Network
+from ...prices.links import seconds as collective_seconds
+from ...prices.machine import Machine
 from ...rules import Call, rule_of
 from ...rules.rule import Candidate, Rule, candidates
 from .states import Moves, State, bucket_bytes
@@ -215,8 +215,7 @@ class Choices:
                 moved += amount / prod([n for s, n in zip(state or (), sizes) if isinstance(s, int)])
         first = next((v for v in step.outputs if v is not None), None)
         dtype = first.like.dtype if first is not None else torch.float32
-        took = parts * self.machine.seconds(step.flops / option.split / parts, moved / parts, dtype)
-        return took if step.flops or moved else 0.0
+        return parts * self.machine.seconds(step.flops / option.split / parts, moved / parts, dtype, step.launches)
 
 
 def _size(step: Step) -> int:

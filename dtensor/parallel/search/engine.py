@@ -212,10 +212,11 @@ class Engine:
         t, p = self.steps.which.get(v), ends.own[v.storage]
         again = self.training and views and not op.backward and v.storage in ends.again and v not in ends.in_backward
         again = again and t in self.steps.reread
+        held, again = again and v in self.steps.held, again and v not in self.steps.held
         self._pay(made, self.steps.of[op], v, a, b, again=again)
         if self.local(v, b) == self.local(v, a):
             return
-        for backward, at in [(op.backward, index), *([(True, ends.again[v.storage])] if again else [])]:
+        for backward, at in [(op.backward or held, index), *([(True, ends.again[v.storage])] if again else [])]:
             memory.take(at, (p, backward), Held(at, self.local(v, b), self.local(v, a)))
 
     def _pay(

@@ -1,53 +1,24 @@
 """What compilers fuse: how long memory is needed, and what a step reads, writes and computes."""
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from ...torch_private.core import OpOverload
-from .steps import Step, Steps, Tensor, is_free
-from .tape import BORDER, Op, Value
-
-
-def is_pointwise(step: Step) -> bool:
-    """Whether compilers fuse it with its neighbours."""
-    func = step.like.func
-    return isinstance(func, OpOverload) and (
-        torch.Tag.pointwise in func.tags or func is torch.ops.aten._to_copy.default
-    )
-
-
-FUSED = {
-    f"aten::{name}"
-    for name in (
-        "_log_softmax",
-        "_log_softmax_backward_data",
-        "_softmax",
-        "_softmax_backward_data",
-        "nll_loss_forward",
-        "nll_loss_backward",
-        "native_layer_norm",
-        "native_layer_norm_backward",
-        "_fused_rms_norm",
-        "_fused_rms_norm_backward",
-        "sum",
-        "mean",
-        "cat",
-        "slice_backward",
-        "clone",
-    )
-}
-"""Operators that compilers take apart into pointwise operators, and reductions with small results."""
+from ...prices import operators
+from ...prices.kernels import Call, Memory, Share, shares
+from .steps import Step, Steps, is_free
+from .tape import Op, Value
 
 
 def is_fused(step: Step) -> bool:
     """Whether compilers fuse it with its neighbours, and compute it again rather than keep what it makes."""
-    return not step.border and (is_pointwise(step) or step.like.func._schema.name in FUSED)
+    return not step.border and operators.is_fused(step.like.func)
 
 
-def lifetimes(steps: Steps) -> dict[int, int]:
-    """Memory -> the index of the last operator that needs it.
+def lifetimes(steps: Steps) -> tuple[dict[int, int], list[Op]]:
+    """Memory -> the index of the last operator that needs it; and the operators that the backward computes again.
 
     What an operator that is fused makes is computed again in the backward, from what it read, so that this stays. It
     stays itself if that takes less memory, or if the backward reads it in full, as products do. That is about what
@@ -57,6 +28,7 @@ def lifetimes(steps: Steps) -> dict[int, int]:
     last: dict[int, int] = {}
     later: dict[int, int] = {}
     whole: set[int] = set()
+    repeated: list[Op] = []
     own = {v.storage for v in (*steps.tape.values.values(), *steps.tape.gradients.values())}
     for index in reversed(range(len(ops))):
         op, step = ops[index], steps.of[ops[index]]
@@ -84,8 +56,9 @@ def lifetimes(steps: Steps) -> dict[int, int]:
                 last[storage] = max(end, later.get(storage, -1))
             else:
                 last[storage] = index if ops[end].backward else end
+                repeated += [op] if later.get(storage, -1) >= 0 and op not in repeated[-1:] else []
     own |= _never_in_memory(steps, last)
-    return {storage: index for storage, index in last.items() if storage not in own}
+    return {storage: index for storage, index in last.items() if storage not in own}, repeated[::-1]
 
 
 def _never_in_memory(steps: Steps, last: dict[int, int]) -> set[int]:
@@ -99,86 +72,60 @@ def _never_in_memory(steps: Steps, last: dict[int, int]) -> set[int]:
     return found
 
 
-def _root(t: Tensor) -> Tensor:
-    seen: set[Tensor] = set()
-    while t.step is not None and is_free(t.step) and t.step.sources and t not in seen:
-        seen.add(t)
-        t = next(iter(t.step.sources[0]))
-    return t
+def price(steps: Steps, repeated: Sequence[Op]) -> None:
+    """Note of each step what one rank alone would compute, and read and write as its share of kernels.
+
+    Args:
+        steps: the steps.
+        repeated: operators of the forward that the backward computes again.
+    """
+    made: dict[Step, list[Share]] = {}
+    halves: dict[bool, list[Op]] = {True: [*repeated], False: []}
+    tape, loss = steps.tape, [v for v in (steps.tape.loss,) if v is not None]
+    own = {v.storage for v in tape.values.values()}
+    sizes: dict[Memory, float] = {}
+    for op in tape.ops:
+        results = [v for v in op.outputs if v is not None]
+        for v in (*op.operands, *results):
+            sizes.setdefault(v.storage, float(v.bytes))
+        if results and not is_free(steps.of[op]):
+            halves[op.backward].append(op)
+    kept = {v.storage for v in tape.gradients.values()}
+    for _, ops in sorted(halves.items(), reverse=True):
+        read = {v.storage for op in ops for v in op.operands}
+        for op, share in zip(ops, _shares(ops, kept | own, sizes)):
+            made.setdefault(steps.of[op], []).append(share)
+        kept = read - {v.storage for op in ops for v in op.outputs if v is not None}
+        kept |= {v.storage for v in (*tape.results, *loss)}
+    for step, found in made.items():
+        step.flops = flops(step.like)
+        step.moved = _mean([s.read for s in found], step.count), _mean([s.written for s in found], step.count)
+        step.launches = sum([s.launches for s in found]) / step.count
 
 
-def _fused(t: Tensor) -> bool:
-    root = _root(t)
-    return root.step is not None and is_fused(root.step)
+def _mean(found: Sequence[Sequence[float]], count: int) -> list[float]:
+    return [sum(column) / count for column in zip(*found)]
 
 
-def _read_in_full(t: Tensor) -> bool:
-    """Whether some user of a tensor, or of a view of it, is not fused; or nothing uses it."""
-    todo, seen = [t], {t}
-    while todo:
-        at = todo.pop()
-        if not at.users:
-            return True
-        for user, _ in at.users:
-            if not is_free(user):
-                if not is_fused(user):
-                    return True
-                continue
-            more = [out for out in user.outputs if out is not None and out not in seen]
-            seen.update(more)
-            todo += more
-    return False
+def _shares(ops: Sequence[Op], kept: set[int], sizes: dict[Memory, float]) -> list[Share]:
+    def memory(values: Sequence[Value | None]) -> list[Any]:
+        return [None if v is None else (v.storage, float(v.bytes)) for v in values]
 
-
-def moved(step: Step) -> tuple[list[float], list[float]]:
-    """Bytes of each operand that one rank alone would read from memory, and of each output that it would write."""
-    if is_free(step):
-        return [0.0] * len(step.sources), [0.0] * len(step.outputs)
-    fused = is_fused(step)
-    read = [
-        0.0 if fused and all(_fused(t) for t in source) else float(next(iter(source)).like.bytes)
-        for source in step.sources
-    ]
-    written = [
-        0.0 if t is None or (fused and not _read_in_full(t) and not t.saved) else float(t.like.bytes)
-        for t in step.outputs
-    ]
-    return read, written
-
-
-ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 2),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 5),
-}
-"""Name of an operator -> the place of the queries among its operands, followed by the keys; and its number of products.
-Half of each is skipped if it is causal (Dao, "FlashAttention-2", 2023)."""
+    return shares([Call.of(op.func, memory(op.operands), memory(op.outputs)) for op in ops], kept, sizes)
 
 
 def flops(op: Op) -> float:
     """Floating-point operations of one rank alone, of products and attention; 0.0 for others."""
-    from torch.utils.flop_counter import flop_registry  # it takes long to import
-
-    name = "" if op.func == BORDER else op.func._schema.name
-    if (attention := ATTENTION.get(name)) is not None:
-        first, products = attention
-        (*_, sent, width), (*_, read, _) = (v.shape for v in op.operands[first : first + 2])
-        causal = any(a is True for a in op.args) or op.kwargs.get("is_causal") is True
-        batch = op.operands[first].numel / sent / width
-        return products * 2 * batch * sent * read * width * (0.5 if causal and sent > 1 else 1.0)
-    count: Any = flop_registry.get(getattr(op.func, "overloadpacket", None))
-    if count is None:
-        return 0.0
 
     def shape(a: Any) -> Any:
         if isinstance(a, Value):
             return torch.Size(a.shape)
         return [shape(item) for item in a] if isinstance(a, (list, tuple)) else a
 
-    out = [None if v is None else torch.Size(v.shape) for v in op.outputs]
-    try:
-        return float(count(*map(shape, op.args), **{k: shape(v) for k, v in op.kwargs.items()}, out_val=out[0]))
-    except (TypeError, ValueError, AssertionError, RuntimeError):  # a formula that does not support this call
-        return 0.0
+    out = [shape(v) for v in op.outputs]
+    return operators.flops(
+        op.func, shape(op.args), {k: shape(v) for k, v in op.kwargs.items()}, out if op.many else out[0]
+    )
 
 
-__all__ = ["flops", "is_fused", "is_pointwise", "lifetimes", "moved"]
+__all__ = ["is_fused", "lifetimes", "price"]

@@ -23,6 +23,7 @@ from ...torch_private.core import (
     backward_number,
     forward_number,
     storage_of,
+    tree_leaves,
     tree_map,
 )
 from ..whole_model.distribute_model import on_first
@@ -275,6 +276,7 @@ def record(
 
     def step(*args: Any, **kwargs: Any) -> None:
         out = model(*args, **kwargs)
+        recorder.tape.results = [recorder.value(x) for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         if not training:
             return
         total = (loss or default_loss)(out)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .fusing import flops, lifetimes, moved
+from .fusing import lifetimes, price
 from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import BORDER, INPUT, PARAMETER, Op, Tape, Value
 
@@ -71,9 +71,10 @@ def steps_of(tape: Tape, *, alike: bool = True) -> Steps:
     read = {v.storage for op in tape.ops if op.backward for v in op.operands if v.kind != PARAMETER}
     parameters = [v for v in tape.values.values() if v.kind == PARAMETER and v.ndim > 1]
     made.reread = {made.which[v] for v in parameters if v.storage in read}
+    made.held = _held(made)
     _beside(made)
     _decided(made)
-    made.last = lifetimes(made)
+    made.last, repeated = lifetimes(made)
     turn = next((k for k, op in enumerate(tape.ops) if op.backward), len(tape.ops))
     seen: set[int] = set()
     for v, t in made.which.items():
@@ -81,9 +82,29 @@ def steps_of(tape: Tape, *, alike: bool = True) -> Steps:
         if forward and made.last.get(v.storage, 0) >= turn and v.storage not in seen:
             seen.add(v.storage)
             t.saved += 1
-    for step in made.steps:
-        step.moved, step.flops = moved(step), flops(step.like)
+    price(made, repeated)
     return made
+
+
+def _held(made: Steps) -> set[Value]:
+    """The last parameters that the forward gathers, as many as `dtensor.passes` keeps, if the backward reads them first
+    and in reverse order."""
+    forward, backward = (
+        [v.storage for op in made.tape.ops if op.backward == half and not op.again for v in op.operands]
+        for half in (False, True)
+    )
+    reread = {v.storage: v for v, t in made.which.items() if t in made.reread and v.kind == PARAMETER}
+    first, last = ([x for x in dict.fromkeys(half) if x in reread] for half in (backward, forward))
+    found: set[Value] = set()
+    for a, b in list(zip(first, reversed(last)))[:HELD]:
+        if a != b:
+            break
+        found.add(reread[a])
+    return found
+
+
+HELD = 2
+"""Parameters that stay gathered from the forward to the backward (`dtensor.passes`, `regather`)."""
 
 
 def _beside(made: Steps) -> None:

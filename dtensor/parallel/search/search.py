@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, ArgumentTypeError, PlacementError, shown
-from ...layout.cost import INTER, INTRA, Link, Network
-from ...layout.machine import MACHINES, Machine
 from ...layout.placements import Placement
-from ...mesh.links import links_here
 from ...mesh.mesh import backend_of, facts
+from ...prices.calibrated import links_here
+from ...prices.links import INTER, INTRA, Link, Network
+from ...prices.machine import MACHINES, Machine
 from ...program.stages import Stage
 from ..whole_model.plan import FINDERS, Plan, modules_of, recomputed_of
 from ..whole_model.prediction import Prediction

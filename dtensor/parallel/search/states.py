@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 import numpy
 
-from ...layout.cost import WORK, Link, Network, seconds
 from ...layout.layout import Layout
 from ...layout.placements import Partial, Placement, Replicate, Shard
+from ...prices.links import WORK, Link, Network, seconds
 from ...rules.choose import MOVES
 
 State: TypeAlias = tuple[int | str | None, ...]
@@ -121,7 +121,7 @@ class Moves:
         self.bytes: int = prod(shape) * itemsize
         self.memory: float = memory
         self.full: tuple[float, ...] | None = full
-        self._links = network.links if full is None else [_bucketed(*pair) for pair in zip(network.links, full)]
+        self._bucketed = [_bucketed(*pair) for pair in zip(network.links, full or ())]
         self._steps: dict[Any, float] = {}
         self._ways: dict[frozenset[str], _Ways] = {}
         self._found: dict[tuple[State, State], dict[tuple[State, State], float]] = {}
@@ -144,16 +144,20 @@ class Moves:
         if op is None:
             return inf
         sent = size / n if op in ("all_to_all", "shard") else size
-        return seconds(op, sent, n, self._links[axis]) + 2 * self._copied(op, axis, have, to, size) / self.memory
-
-    def _copied(self, op: str, axis: int, have: int | str | None, to: int | str | None, size: float) -> float:
-        """Bytes that are copied before and after a collective: into a bucket and out of it, and where shards are not
-        contiguous, as they are along the first dim only."""
         if op not in WORK:
-            return 0.0
-        part = size / self.network.sizes[axis]
+            return self.network.links[axis].launch + 2 * sent / self.memory
         shared = self.full is not None and size < self.full[axis]
+        link = self._bucketed[axis] if shared else self.network.links[axis]
+        return seconds(op, sent, n, link) + 2 * self._copied(op, axis, have, to, size, shared) / self.memory
+
+    def _copied(
+        self, op: str, axis: int, have: int | str | None, to: int | str | None, size: float, shared: bool
+    ) -> float:
+        """Bytes that are copied before and after a collective: into a bucket and out of it, and where shards are not
+        contiguous, as they are along the first dim only; those of an all-to-all are copied along any."""
+        part = size / self.network.sizes[axis]
         before, after = size if isinstance(have, str) else part, size if to is None else part
+        shared |= op == "all_to_all"
         return before * (shared or to not in (0, None)) + after * (shared or (have != 0 and isinstance(have, int)))
 
     def targets(self, state: State, axis: int) -> Iterator[int | str | None]:

@@ -5,6 +5,7 @@ Operators and values of layers that are alike are one step, and one tensor. A pl
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...rules import is_in_place
@@ -57,7 +58,8 @@ class Step:
         count: how many there are.
         sources: for each operand the tensors that it is, and how many times each.
         outputs: what they make.
-        moved: for each operand and then each output, the bytes that a compiler that fuses pointwise operators moves.
+        moved: for each operand and then each output, the bytes that one moves as its share of kernels.
+        launches: its share of their number.
         flops: floating-point operations of one.
     """
 
@@ -65,7 +67,8 @@ class Step:
     count: int
     sources: list[Counter[Tensor]] = field(repr=False)
     outputs: list[Tensor | None] = field(repr=False)
-    moved: tuple[list[float], list[float]] = ((), ())  # type: ignore[assignment]
+    moved: tuple[Sequence[float], Sequence[float]] = ((), ())
+    launches: float = 0.0
     flops: float = 0.0
 
     @property
@@ -113,6 +116,7 @@ class Steps:
         places: each of these -> the names of its modules.
         first: step of a forward that the backward runs again -> the same step of the forward, with the same choices.
         reread: parameters of which the backward reads views, so that it gathers them again; not vectors.
+        held: the last of those that the forward reads, if the backward reads them first; it finds them gathered.
         in_passing: what the backward reads only to compute gradients of parameters, for which nothing else waits.
     """
 
@@ -126,6 +130,7 @@ class Steps:
     ahead: set[Tensor] = field(default_factory=set[Tensor])
     late: set[Tensor] = field(default_factory=set[Tensor])
     reread: set[Tensor] = field(default_factory=set[Tensor])
+    held: set[Value] = field(default_factory=set[Value])
     in_passing: set[Tensor] = field(default_factory=set[Tensor])
     decided: dict[Step, Step] = field(default_factory=dict[Step, Step])
     places: dict[Step, list[str]] = field(default_factory=dict[Step, list[str]])

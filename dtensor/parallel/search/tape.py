@@ -100,6 +100,7 @@ class Tape:
         values: parameters, buffers and inputs, in order, by kind and name.
         gradients: name of a parameter -> its gradient; empty if only the forward was recorded.
         ties: other names of a parameter or buffer -> the name that `values` has for it.
+        results: what the model returns.
         loss: what the backward started from, or None.
     """
 
@@ -107,6 +108,7 @@ class Tape:
     values: dict[tuple[str, str], Value] = field(default_factory=dict[tuple[str, str], Value])
     gradients: dict[str, Value] = field(default_factory=dict[str, Value])
     ties: dict[str, str] = field(default_factory=dict[str, str])
+    results: list[Value] = field(default_factory=list[Value])
     loss: Value | None = None
 
     def of_kind(self, kind: str) -> dict[str, Value]:

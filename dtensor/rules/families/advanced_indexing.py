@@ -8,36 +8,25 @@ from typing import Any
 
 import torch
 
-from ...torch_private.symbolic_sizes import same_size
-from ..call import Call, LocalCall, rule_for
-from ..pattern import Pattern, pattern_rules
-from ..rule import Dims, Rule
-from .embedding_and_gather import index_factors, lookup
-from .pointwise import broadcast, broadcast_shape
+from ..bind import rule_for, rule_table
+from ..call import Call, LocalCall
+from ..notation import LETTERS, Rule, library_rule
+from .embedding_and_gather import lookup
 from .row_lookup import bounds, own_rows, with_a_row
 
 MASKS = (torch.bool, torch.uint8)
 """Dtypes of index tensors that are masks, so that the shape of the result depends on their values."""
 
 
-def _indexed(call: Call) -> tuple[Dims, tuple[Dims, ...], Dims, dict[str, Any]]:
-    """Factors of the tensor, the index tensors and the indexed result; their sizes."""
-    shape = call["self"].shape
-    indices = list(call["indices"])
-    tensors = [i for i in indices if i is not None]
-    at = [d for d, i in enumerate(indices) if i is not None]
-    shapes = [i.shape for i in tensors]
-    factors, sizes = broadcast(shapes, broadcast_shape(shapes))
-    index = [tuple(tuple(f"i{f[1:]}" for f in d) for d in dims) for dims in factors]
-    found: Dims = tuple((f"i{f[1:]}",) for f in sizes)
-    sizes = {f"i{f[1:]}": s for f, s in sizes.items()}
-    own: Dims = tuple(() if d in at else (f"d{d}",) for d in range(len(shape)))
+def _indexed(call: Call) -> tuple[str, list[str]]:
+    """The term of the tensor, and the items of that of the indexed result, in which `...` are the dims of the index."""
+    at = [d for d, i in enumerate(call["indices"]) if i is not None]
+    own = "".join(["1" if d in at else LETTERS[d] for d in range(call["self"].ndim)])
     # The dims of adjacent indices stay in place; those of other indices come first.
     first = at[0] if at and at == list(range(at[0], at[-1] + 1)) else 0
-    kept = [d for d in range(len(shape)) if d not in at]
-    before = [own[d] for d in kept if d < first]
-    read = (*before, *found, *(own[d] for d in kept if d >= first))
-    return own, tuple(index), read, {**sizes, **{f"d{d}": shape[d] for d in kept}}
+    kept = [d for d in range(len(own)) if d not in at]
+    before, after = ([own[d] for d in kept if (d < first) == is_before] for is_before in (True, False))
+    return own, [*before, *(["..."] if at else []), *after]
 
 
 def _has_mask(call: Call) -> bool:
@@ -53,13 +42,13 @@ def _fills_by_mask(call: Call) -> bool:
 @rule_for("index", "_unsafe_index")
 def index(call: Call) -> Rule:
     """Read by index; with a single index tensor the dim it indexes may be sharded, as in `index_select`."""
-    own, indices, read, sizes = _indexed(call)
-    if len(indices) != 1:
-        return Rule((own, *indices), (read,), sizes, linear=(frozenset({0}),))
+    own, read = _indexed(call)
+    rest = own.replace("1", "")
+    if len(call.operands) != 2:
+        return library_rule(f"{own},{'...' if '...' in read else '*'}->{''.join(read)}", linear=0, last=rest)
     dim = len(call["indices"]) - 1
-    own = tuple(("v",) if d == dim else f for d, f in enumerate(own))
-    sizes["v"] = call["self"].shape[dim]
-    return Rule((own, *indices), (read,), sizes, linear=(frozenset({0}),), local=_local_index, **lookup(call))
+    text = f"{own[:dim]}v{own[dim + 1 :]},...->{''.join(read)}"
+    return library_rule(text, linear=0, local=_local_index, **{**lookup(call), "last": f"{rest}v"})
 
 
 def _local_index(call: LocalCall) -> Any:
@@ -76,49 +65,42 @@ def _local_index(call: LocalCall) -> Any:
 
 @rule_for("index_put", "_index_put_impl", "_unsafe_index_put")
 def index_put(call: Call) -> Rule:
-    target, values = call["self"], call["values"]
-    own, indices, read, sizes = _indexed(call)
-    shape = [sizes[f] for (f,) in read]
-    missing = len(read) - values.ndim
-    # A row of values may stand for all, and a single value for all of a row.
-    written = tuple(
-        () if same_size(s, 1) and not same_size(shape[i], 1) else read[i] for i, s in enumerate(values.shape, missing)
-    )
-    last = len(call.operands) - 1
-    linear = (frozenset({0, last}),)
-    index_factors = [f for f in sizes if f.startswith("i")]
+    target, values, linear = call["self"], call["values"], ((0, 2),)
     if _fills_by_mask(call):
-        ((own,), sizes), (mask,) = broadcast([target.shape], target.shape), call["indices"]
-        return Rule((own, own[: mask.ndim], ()), (own,), sizes, linear=linear)
+        own, (mask,) = LETTERS[: target.ndim], call["indices"]
+        return Rule(f"{own},{own[: mask.ndim]},->{own}", linear=linear)
     if _has_mask(call):
-        nothing = tuple(((),) * o.ndim for o in call.operands)
-        return Rule(nothing, (((),) * target.ndim,), {}, linear=linear)
+        return Rule("*,*,*->*", linear=linear)
+    own, read = _indexed(call)
+    # A row of values may stand for all, and a single value for all of a row.
+    after = read[read.index("...") + 1 :]
+    before = values.ndim - len(after) - max(i.ndim for i in call["indices"] if i is not None)
+    written = after[len(after) - values.ndim :] if values.ndim <= len(after) else ["...", *after]
+    if before > 0:
+        written = read[len(read) - len(after) - 1 - before :]
+    text = f"{own},...,{''.join(written)}->{own}"
     if not call["accumulate"]:
-        return Rule((own, *indices, written), (own,), sizes, linear=linear, blocked=frozenset(index_factors))
-    reduce = dict.fromkeys(index_factors, "sum")
-    return Rule((own, *indices, written), (own,), sizes, reduce=reduce, linear=linear, addends=frozenset({0}))
+        return Rule(text, linear=linear, blocked="...")
+    return library_rule(text, linear=linear, reduce="...", added=0, last=own.replace("1", ""))
 
 
 FLAT = {
-    "take": Pattern("~, * -> *", linear=({0},), local=None),
-    "masked_scatter": Pattern("~, ~, ~ -> ~", linear=({0, 2},), local=None),
-    "masked_scatter_backward": Pattern("~, ~ -> ~", linear=({0},), local=None),
+    "take": Rule("*,...->...", linear=0),
+    "masked_scatter": Rule("*,*,*->*", linear=((0, 2),)),
+    "masked_scatter_backward": Rule("*,*->*", linear=0),
 }
 """Operators that index a tensor as if it were flat, so that it has to be unsharded."""
 
-pattern_rules(FLAT)
+rule_table(__name__, FLAT)
 
 
 @rule_for("put")
 def put(call: Call) -> Rule:
-    target, where, source = call.operands
-    nothing: Dims = ((),) * target.ndim
-    names, sizes = index_factors(where.shape)
-    linear = (frozenset({0, 2}),)
+    _, where, source = call.operands
+    linear = ((0, 2),)
     if not call["accumulate"] or tuple(where.shape) != tuple(source.shape):
-        return Rule((nothing, ((),) * where.ndim, ((),) * source.ndim), (nothing,), {}, linear=linear)
-    reduce = dict.fromkeys(sizes, "sum")
-    return Rule((nothing, names, names), (nothing,), sizes, reduce=reduce, linear=linear, addends=frozenset({0}))
+        return Rule("*,*,*->*", linear=linear)
+    return Rule("*,...,...->*", reduce="...", linear=linear, added=0)
 
 
 __all__ = ["FLAT", "MASKS"]

@@ -1,16 +1,18 @@
 """Operators that run along dims: softmax, scans, sorting, Fourier transforms. All other dims may stay sharded."""
 
-from ..call import Call, rule_for
-from ..local_calls import unless_empty
-from ..pattern import Pattern, pattern_rules
-from ..rule import Dims, Rule
-from .pointwise import broadcast, broadcast_shape
+from typing import Any
 
-ALONG: dict[str, tuple[str, tuple[set[int], ...]]] = {
+from ..bind import rule_for, rule_table
+from ..call import Call
+from ..local_calls import unless_empty
+from ..notation import LETTERS, Rule, library_rule
+from ..plan import signature
+
+ALONG: dict[str, tuple[str, Any]] = {
     "_softmax": ("dim", ()),
     "_safe_softmax": ("dim", ()),
-    "_softmax_backward_data": ("dim", ({0},)),
-    "cumsum": ("dim", ({0},)),
+    "_softmax_backward_data": ("dim", 0),
+    "cumsum": ("dim", 0),
     "cumprod": ("dim", ()),
     "cummax": ("dim", ()),
     "cummin": ("dim", ()),
@@ -18,17 +20,17 @@ ALONG: dict[str, tuple[str, tuple[set[int], ...]]] = {
     "sort": ("dim", ()),
     "argsort": ("dim", ()),
     "topk": ("dim", ()),
-    "flip": ("dims", ({0},)),
-    "roll": ("dims", ({0},)),
-    "rot90": ("dims", ({0},)),
+    "flip": ("dims", 0),
+    "roll": ("dims", 0),
+    "rot90": ("dims", 0),
     "glu": ("dim", ()),
-    "glu_backward": ("dim", ({0},)),
-    "linalg_cross": ("dim", ({0}, {1})),
-    "_fft_c2c": ("dim", ({0},)),
-    "_fft_r2c": ("dim", ({0},)),
-    "_fft_c2r": ("dim", ({0},)),
+    "glu_backward": ("dim", 0),
+    "linalg_cross": ("dim", (0, 1)),
+    "_fft_c2c": ("dim", 0),
+    "_fft_r2c": ("dim", 0),
+    "_fft_c2r": ("dim", 0),
 }
-"""Operator -> the argument that names the dims it runs along, and the sets of operands it is linear in."""
+"""Operator -> the argument that names the dims it runs along, and `linear` of its rule."""
 
 
 @rule_for(*ALONG)
@@ -39,42 +41,33 @@ def along(call: Call) -> Rule:
     given = call[argument]
     given = given if isinstance(given, (list, tuple)) else [given]
     over = {d % ndim for d in given} if given and ndim else set(range(ndim))
-    shapes = [o.shape for o in (*call.operands, *call.outputs) if o is not None]
-    factors, sizes = broadcast(shapes, broadcast_shape(shapes))
-    factors = [_without(d, over, ndim) for d in factors]
-    ins, outs = factors[: len(call.operands)], iter(factors[len(call.operands) :])
-    kept = {f: s for f, s in sizes.items() if int(f[1:]) not in over}
-    return Rule(
-        tuple(ins),
-        tuple(None if o is None else next(outs) for o in call.outputs),
-        kept,
-        linear=tuple(map(frozenset, linear)),
-        local=unless_empty if call.name.startswith("_fft") else None,
-    )
-
-
-def _without(dims: Dims, over: set[int], ndim: int) -> Dims:
-    return tuple(() if i in over else d for i, d in enumerate(dims, ndim - len(dims)))
+    full = "".join(["1" if d in over else LETTERS[d] for d in range(ndim)])
+    ins = ",".join([full[ndim - o.ndim :] for o in call.operands])
+    outs = ",".join([full] * signature(call.func).returns)
+    return library_rule(f"{ins}->{outs}", linear=linear, local=unless_empty if call.name.startswith("_fft") else None)
 
 
 SEARCHED = {
-    "searchsorted.Tensor": Pattern("*_, *v, *_ -> *v", local=None),
-    "bucketize.Tensor": Pattern("*, _ -> *", local=None),
-    "isin.Tensor_Tensor": Pattern("*, ~ -> *", local=None),
-    "isin.Tensor_Scalar": Pattern("* -> *", local=None),
+    "searchsorted.Tensor": "...1,...v,...1->...v",
+    "searchsorted.Scalar": "*,*->",
+    "bucketize.Tensor": "...,1->...",
+    "bucketize.Scalar": "1->",
+    "isin.Tensor_Tensor": "...,*->...",
+    "isin.Tensor_Scalar": "...->...",
+    "isin.Scalar_Tensor": "*->",
 }
 """Operators that search for values in other tensors."""
 
-pattern_rules(SEARCHED)
+rule_table(__name__, SEARCHED)
 
 
 @rule_for("renorm")
-def renorm(call: Call) -> Rule:
+def renorm(call: Call) -> str:
     """Each slice along `dim` is scaled by its own norm, so only that dim may be sharded."""
-    shape = call["self"].shape
-    kept = call["dim"] % len(shape)
-    dims: Dims = tuple((f"d{i}",) if i == kept else () for i in range(len(shape)))
-    return Rule((dims,), (dims,), {f"d{kept}": shape[kept]})
+    ndim = call["self"].ndim
+    dim = call["dim"] % ndim
+    text = "1" * dim + "d" + "1" * (ndim - dim - 1)
+    return f"{text}->{text}"
 
 
 __all__ = ["ALONG", "SEARCHED"]

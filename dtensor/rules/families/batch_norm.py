@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from ..call import Call, LocalCall, rule_for
+from ..bind import rule_for
+from ..call import Call, LocalCall
 from ..local_calls import all_reduce, empty_outputs, has_empty_shard, unless_empty
-from ..rule import Dims, Rule
+from ..notation import Rule, library_rule
+from ..plan import signature
 
 TRAINING: dict[str, Any] = {
     "native_batch_norm": "training",
@@ -60,40 +62,28 @@ def _get(call: Call | LocalCall, name: str) -> Any:
     return next((call[a.name] for a in schema if NAMES.get(a.name, a.name) == name), None)
 
 
-def _factors(ndim: int, shape: Any) -> tuple[Dims, dict[str, Any]]:
-    """Factors of the input, (n, c, …), and their sizes."""
-    names = ["n", "c", *(f"s{i}" for i in range(2, ndim))]
-    return tuple((f,) for f in names), dict(zip(names, shape))
+def _text(call: Call, data: tuple[str, ...]) -> str:
+    """The text of an operator of which the arguments `data` and the first output are batches, of n samples.
 
-
-def _of_channels(o: Any) -> Dims:
-    """Factors of a vector with one element per channel; unused statistics and the reserved space have none."""
-    return (("c",),) if o.ndim == 1 and o.shape != (0,) else ((),) * o.ndim
+    Other tensors have one element per channel c, or none, if they are unused statistics or the reserved space.
+    """
+    tensors = signature(call.func)
+    ins = ["nc..." if name in data else "c" for name in tensors.arguments]
+    return f"{','.join(ins)}->{','.join(['nc...', *['c'] * (tensors.returns - 1)])}"
 
 
 @rule_for(*(name for name in TRAINING if not name.endswith("backward")))
 def batch_norm(call: Call) -> Rule:
-    full, sizes = _factors(call["input"].ndim, call["input"].shape)
-    ins = (full, *(_of_channels(o) for o in call.operands[1:]))
-    outs = (full, *(_of_channels(o) for o in call.outputs[1:] if o is not None))
-    statistics = [i for i, name in enumerate(_tensors(call)) if name in ("running_mean", "running_var")]
     trains = _trains(call)
-    # Channels come first, as the preferred choice: a sharded batch costs a collective inside the operator.
-    ordered = {"c": sizes.pop("c"), **sizes}
-    return Rule(
-        ins,
-        outs,
-        ordered,
-        whole=frozenset(range(1, len(outs))),
-        written=frozenset(statistics) if trains and call.name in UPDATES else frozenset(),
+    statistics = tuple([name for name in ("running_mean", "running_var") if call.has(name)])
+    return library_rule(
+        _text(call, ("input",)),
+        last="n...",
+        whole=range(1, len(call.outputs)),
+        written=statistics if trains and call.name in UPDATES else (),
         local=_local_forward if trains else _local_evaluation,
-        all_reduces=dict.fromkeys(sizes, 2) if trains else {},
+        all_reduces=("n...", 2) if trains else ("", 0),
     )
-
-
-def _tensors(call: Call) -> list[str]:
-    """Names of the arguments that are operands."""
-    return [a.name for a in call.func._schema.arguments if hasattr(call[a.name], "layout")]
 
 
 def _over_batch(call: LocalCall) -> bool:
@@ -160,20 +150,13 @@ def _updated(call: LocalCall, mean: torch.Tensor, variance: torch.Tensor) -> lis
 @rule_for(*(name for name in TRAINING if name.endswith("backward")))
 def batch_norm_backward(call: Call) -> Rule:
     """In training the gradients of weight and bias are among the all-reduced sums; otherwise they are Partial."""
-    data = ("grad_out", "grad_output", "input")
-    full, sizes = _factors(call["input"].ndim, call["input"].shape)
-    tensors = _tensors(call)
-    ins = tuple(full if name in data else _of_channels(o) for name, o in zip(tensors, call.operands))
-    outs = tuple(None if o is None else _of_channels(o) if i else full for i, o in enumerate(call.wanted))
-    linear = (frozenset(i for i, name in enumerate(tensors) if name in data[:2]),)
-    ordered = {"c": sizes.pop("c"), **sizes}
-    divisors = frozenset(ordered)  # the kernels divide by the number of elements
+    gradient = "grad_output" if call.has("grad_output") else "grad_out"
+    text = _text(call, (gradient, "input"))
+    # The kernels divide by the number of elements.
+    shared: dict[str, Any] = {"linear": gradient, "last": "n...", "refuses_empty": "nc..."}
     if not _trains(call):
-        reduce = dict.fromkeys(sizes, "sum")
-        return Rule(ins, outs, ordered, reduce=reduce, linear=linear, local=unless_empty, refuses_empty=divisors)
-    whole = frozenset({1, 2})
-    ways: dict[str, Any] = {"local": _local_backward, "all_reduces": dict.fromkeys(sizes, 1)}
-    return Rule(ins, outs, ordered, whole=whole, linear=linear, refuses_empty=divisors, **ways)
+        return library_rule(text, reduce="n...", local=unless_empty, **shared)
+    return library_rule(text, whole=(1, 2), local=_local_backward, all_reduces=("n...", 1), **shared)
 
 
 def _local_backward(call: LocalCall) -> Any:

@@ -6,27 +6,13 @@ the channels are a (group, channel) pair of factors, of which only the group can
 
 from typing import Any
 
-from ..call import Call, LocalCall, rule_for
+from ..bind import rule_for
+from ..call import Call, LocalCall
 from ..local_calls import empty_outputs, has_empty_shard, is_sharded, parts
-from ..pattern import Pattern, bind
-from ..rule import Rule
+from ..notation import LibraryRule, Rule
 
-WEIGHT = {False: "(go)i~", True: "(gi)o~"}
-"""Whether a convolution is transposed -> the factors of its weight."""
-
-
-@rule_for("convolution", "_convolution", "convolution_overrideable")
-def convolution(call: Call) -> Rule:
-    weight = WEIGHT[call["transposed"]]
-    pattern = Pattern(
-        f"n(gi)~, {weight}, (go) -> n(go)~",
-        linear=({0, 2}, {1, 2}),
-        reduce={"i": "sum"},
-        sizes={"g": "groups"},
-        addends=(2,),
-        local=_local_convolution,
-    )
-    return bind(pattern, call)
+WEIGHT = {False: "(go)i*", True: "(gi)o*"}
+"""Whether a convolution is transposed -> the term of its weight."""
 
 
 def _local_convolution(call: LocalCall) -> Any:
@@ -44,21 +30,6 @@ def _groups(call: LocalCall) -> Any:
     return call.call["groups"] // parts(call, "g")
 
 
-@rule_for("convolution_backward", "convolution_backward_overrideable")
-def convolution_backward(call: Call) -> Rule:
-    """The bias gradient does not depend on the input channels, so every rank computes it where these are sharded."""
-    weight = WEIGHT[call["transposed"]]
-    pattern = Pattern(
-        f"n(go)~, n(gi)~, {weight} -> n(gi)~, {weight}, (go)",
-        linear=({0},),
-        reduce={"o": "sum", "n": "sum"},
-        sizes={"g": "groups"},
-        whole=((2, "i"),),
-        local=_local_backward,
-    )
-    return bind(pattern, call)
-
-
 def _local_backward(call: LocalCall) -> Any:
     if not is_sharded(call):
         return call.run()
@@ -70,4 +41,40 @@ def _local_backward(call: LocalCall) -> Any:
     return call.run(groups=_groups(call), bias_sizes=None if call["bias_sizes"] is None else [grad.shape[1]])
 
 
-__all__ = ["WEIGHT"]
+FORWARD = {
+    transposed: LibraryRule(
+        f"n(gi)*,{weight},(go)->n(go)*",
+        linear=((0, 2), (1, 2)),
+        reduce="i",
+        sizes={"g": "groups"},
+        added=2,
+        local=_local_convolution,
+    )
+    for transposed, weight in WEIGHT.items()
+}
+
+BACKWARD = {
+    transposed: LibraryRule(
+        f"n(go)*,n(gi)*,{weight}->n(gi)*,{weight},(go)",
+        linear=0,
+        reduce="on",
+        sizes={"g": "groups"},
+        whole=((2, "i"),),
+        local=_local_backward,
+    )
+    for transposed, weight in WEIGHT.items()
+}
+"""The bias gradient does not depend on the input channels, so every rank computes it where these are sharded."""
+
+
+@rule_for("convolution", "_convolution", "convolution_overrideable")
+def convolution(call: Call) -> Rule:
+    return FORWARD[call["transposed"]]
+
+
+@rule_for("convolution_backward", "convolution_backward_overrideable")
+def convolution_backward(call: Call) -> Rule:
+    return BACKWARD[call["transposed"]]
+
+
+__all__ = ["BACKWARD", "FORWARD", "WEIGHT"]

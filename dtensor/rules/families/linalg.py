@@ -5,91 +5,100 @@ Where an operator solves for the columns of a right-hand side, the columns are i
 
 from typing import Any
 
-from ..call import Call, LocalCall, rule_for
-from ..local_calls import empty_outputs, is_sharded
-from ..pattern import Pattern, bind, pattern_rules
-from ..rule import Rule
+from ..bind import rule_for, rule_table
+from ..call import Call, LocalCall
+from ..local_calls import empty_outputs, is_sharded, unless_empty
+from ..notation import LibraryRule, Rule, library_rule
 
-FACTORISATIONS: dict[str, Pattern | str] = {
-    "cholesky": "*__ -> *__",
-    "cholesky_inverse": "*__ -> *__",
-    "linalg_cholesky_ex": "*__ -> *__, *",
-    "linalg_qr": "*__ -> *__, *__",
-    "linalg_polar": "*__ -> *__, *__",
-    "geqrf": "*__ -> *__, *_",
-    "linalg_householder_product": "*__, *_ -> *__",
-    "linalg_eig": "*__ -> *_, *__",
-    "_linalg_eigvals": "*__ -> *_",
-    "_linalg_eigh": "*__ -> *_, *__",
-    "_linalg_svd": "*__ -> *__, *_, *__",
-    "linalg_lu": "*__ -> *__, *__, *__",
-    "linalg_lu_factor_ex": "*__ -> *__, *_, *",
-    "lu_unpack": "*__, *_ -> *__, *__, *__",
-    "linalg_ldl_factor_ex": "*__ -> *__, *_, *",
+FACTORISATIONS: dict[str, Rule | str] = {
+    "cholesky": "...11->...11",
+    "cholesky_inverse": "...11->...11",
+    "linalg_cholesky_ex": "...11->...11,...",
+    "linalg_qr": "...11->...11,...11",
+    "linalg_polar": "...11->...11,...11",
+    "geqrf": "...11->...11,...1",
+    "linalg_householder_product": "...11,...1->...11",
+    "linalg_eig": "...11->...1,...11",
+    "_linalg_eigvals": "...11->...1",
+    "_linalg_eigh": "...11->...1,...11",
+    "_linalg_svd": "...11->...11,...1,...11",
+    "linalg_lu": "...11->...11,...11,...11",
+    "linalg_lu_factor_ex": "...11->...11,...1,...",
+    "lu_unpack": "...11,...1->...11,...11,...11",
+    "linalg_ldl_factor_ex": "...11->...11,...1,...",
 }
 
-VALUES: dict[str, Pattern | str] = {
-    "_linalg_det": "*__ -> *, *__, *_",
-    "_linalg_slogdet": "*__ -> *, *, *__, *_",
-    "linalg_inv_ex": "*__ -> *__, *",
-    "linalg_matrix_exp": "*__ -> *__",
-    "linalg_matrix_sqrth": "*__ -> *__",
-    "linalg_pinv.atol_rtol_tensor": "*__, *, * -> *__",
-    "_linalg_check_errors": Pattern("* ->", local=None),
+VALUES: dict[str, Rule | str] = {
+    "_linalg_det": "...11->...,...11,...1",
+    "_linalg_slogdet": "...11->...,...,...11,...1",
+    "linalg_inv_ex": "...11->...11,...",
+    "linalg_matrix_exp": "...11->...11",
+    "linalg_matrix_sqrth": "...11->...11",
+    "linalg_pinv.atol_rtol_tensor": "...11,...,...->...11",
 }
 
-SOLVERS: dict[str, Pattern | str] = {
-    "cholesky_solve": Pattern("*_n, *__ -> *_n", linear=({0},)),
-    "linalg_ldl_solve": Pattern("*__, *_, *_n -> *_n", linear=({2},)),
+SOLVERS: dict[str, Rule | str] = {
+    "cholesky_solve": Rule("...1n,...11->...1n", linear=0),
+    "linalg_ldl_solve": Rule("...11,...1,...1n->...1n", linear=2),
 }
+
+rule_table(__name__, {**FACTORISATIONS, **VALUES, **SOLVERS}, local=unless_empty)
+
+CHECKS = {"_linalg_check_errors": LibraryRule("...->", whole=(0,))}
+
+rule_table(__name__, CHECKS)
 
 DISTANCES = {
-    "_cdist_forward": Pattern("*p_, *r_ -> *pr"),
-    "_cdist_backward": Pattern("*pr, *p_, *r_, *pr -> *p_", linear=({0},), reduce={"r": "sum"}),
+    "_cdist_forward": LibraryRule("...p1,...r1->...pr", local=unless_empty),
+    "_cdist_backward": LibraryRule("...pr,...p1,...r1,...pr->...p1", linear=0, reduce="r", local=unless_empty),
 }
 
 SUMMED_DISTANCES = {
-    "_cdist_forward": Pattern("*pm, *rm -> *pr", reduce={"m": "sum"}),
-    "_cdist_backward": Pattern("*pr, *pm, *rm, *pr -> *pm", linear=({0},), reduce={"r": "sum"}, unread=(3,)),
+    "_cdist_forward": LibraryRule("...pm,...rm->...pr", reduce="m", local=unless_empty),
+    "_cdist_backward": LibraryRule(
+        "...pr,...pm,...rm,...pr->...pm", linear=0, reduce="r", unread=3, local=unless_empty
+    ),
 }
 """Distances in the 1-norm: sums over the coordinates, whose gradients do not read the distances."""
-
-pattern_rules({**FACTORISATIONS, **VALUES, **SOLVERS})
 
 
 @rule_for(*DISTANCES, by_value=True)
 def distances(call: Call) -> Rule:
     """Distances of all pairs of points: the points of either operand may be sharded; in the 1-norm, coordinates too."""
-    return bind((SUMMED_DISTANCES if call["p"] == 1 else DISTANCES)[call.name], call)
+    return (SUMMED_DISTANCES if call["p"] == 1 else DISTANCES)[call.name]
 
 
-@rule_for("linalg_lu_solve", "linalg_solve_triangular")
+def _columns(call: Call) -> str:
+    """The term of a right-hand side, of which columns or rows may be sharded."""
+    return "...1n" if call["left"] else "...n1"
+
+
+@rule_for("linalg_solve_triangular")
+def solve_triangular(call: Call) -> Rule:
+    """Solves `A X = B` or `X A = B`."""
+    rhs = _columns(call)
+    return library_rule(f"...11,{rhs}->{rhs}", linear=1, local=unless_empty)
+
+
+@rule_for("linalg_lu_solve", "ormqr")
 def solve(call: Call) -> Rule:
-    """Solves `A X = B` or `X A = B`; the columns or rows of B may be sharded."""
-    rhs = "*_n" if call["left"] else "*n_"
-    text = f"*__, {rhs} -> {rhs}" if call.name == "linalg_solve_triangular" else f"*__, *_, {rhs} -> {rhs}"
-    return bind(Pattern(text, linear=({text.count(",")},)), call)
-
-
-@rule_for("ormqr")
-def multiply(call: Call) -> Rule:
-    """`Q X` or `X Q`, with the Q of a QR factorisation."""
-    other = "*_n" if call["left"] else "*n_"
-    return bind(Pattern(f"*__, *_, {other} -> {other}", linear=({2},)), call)
+    """As `solve_triangular`, for a factorisation that is two tensors; `Q X` or `X Q` for a QR factorisation."""
+    rhs = _columns(call)
+    return library_rule(f"...11,...1,{rhs}->{rhs}", linear=2, local=unless_empty)
 
 
 @rule_for("triangular_solve")
-def solve_and_copy(call: Call) -> Rule:
-    """As `solve`, with a copy of A as second output."""
-    return bind(Pattern("*_n, *__ -> *_n, *__", whole=((1, "n"),), local=_unless_no_matrix), call)
+def solve_and_copy(_: Call) -> Rule:
+    """As `solve_triangular`, with a copy of A as second output."""
+    return library_rule("...1n,...11->...1n,...11", whole=((1, "n"),), local=_unless_no_matrix)
 
 
 @rule_for("_linalg_solve_ex")
 def solve_and_factors(call: Call) -> Rule:
-    """As `solve`, with the factors of A as further outputs; the right-hand side may be one vector per matrix."""
-    rhs = "*_" if _is_vector(call) else "*_n" if call["left"] else "*n_"
-    whole = tuple((i, "n") for i in (1, 2, 3))
-    return bind(Pattern(f"*__, {rhs} -> {rhs}, *__, *_, *", whole=whole, local=_local_solve), call)
+    """As `solve_triangular`, with the factors of A as further outputs; each matrix may have one vector."""
+    rhs = "...1" if _is_vector(call) else _columns(call)
+    whole = () if _is_vector(call) else tuple((i, "n") for i in (1, 2, 3))
+    return library_rule(f"...11,{rhs}->{rhs},...11,...1,...", whole=whole, local=_local_solve)
 
 
 def _is_vector(call: Call) -> bool:
@@ -112,4 +121,4 @@ def _unless_no_matrix(call: LocalCall) -> Any:
     return empty_outputs(call) if is_sharded(call) and not call["A"].numel() else call.run()
 
 
-__all__ = ["DISTANCES", "FACTORISATIONS", "SOLVERS", "VALUES"]
+__all__ = ["CHECKS", "DISTANCES", "FACTORISATIONS", "SOLVERS", "VALUES"]

@@ -8,34 +8,11 @@ from typing import Any
 
 import torch
 
-from ..call import RULES, Call, LocalCall
+from ..bind import rule_for, rule_table
+from ..call import Call, LocalCall
 from ..local_calls import all_reduce, axes_of
-from ..rule import Dims, Rule
+from ..notation import LibraryRule, Rule, library_rule
 from .row_lookup import bounds, own_rows
-
-
-def _factors(call: Call) -> tuple[Dims, Dims, Dims, list[Dims], dict[str, Any]]:
-    """Factors of the samples, of x, weight and bias (a list of none or one); sizes."""
-    x, weight, row = call["x"], call["weight"], call["row"]
-    samples: Dims = tuple((f"n{i}",) for i in range(row.ndim))
-    sizes = {**{f"n{i}": n for i, n in enumerate(row.shape)}, "v": weight.shape[0], "d": x.shape[-1]}
-    bias: list[Dims] = [] if call["bias"] is None else [(("v",),)]
-    return samples, (*samples, ("d",)), (("v",), ("d",)), bias, sizes
-
-
-def linear_lse(call: Call) -> Rule:
-    samples, x, weight, bias, sizes = _factors(call)
-    return Rule(
-        (x, weight, *bias, samples),
-        (samples, samples),
-        sizes,
-        reduce={"v": "sum"},
-        blocked=frozenset({"d"}),
-        whole=frozenset({(0, "v"), (1, "v")}),
-        local=_local,
-        all_reduces={"v": 2},
-    )
-
 
 NONE = -1
 """The index of no class, among indices relative to a rank's first class."""
@@ -63,20 +40,18 @@ def _local(call: LocalCall) -> Any:
     return largest + total.log(), picked
 
 
+FORWARD = LibraryRule(
+    "...1,v1,v,...->...,...", reduce="v", whole=((0, "v"), (1, "v")), local=_local, all_reduces=("v", 2)
+)
+
+rule_table(__name__, {"dtensor::linear_lse": FORWARD})
+
+
+@rule_for("dtensor::linear_lse_backward")
 def linear_lse_backward(call: Call) -> Rule:
-    samples, x, weight, bias, sizes = _factors(call)
-    return Rule(
-        (samples, samples, x, weight, *bias, samples, samples),
-        (x, weight, (("v",),) if bias else ((),)),
-        sizes,
-        reduce=dict.fromkeys(sizes, "sum"),
-        linear=(frozenset({0, 1}),),
-        blocked=frozenset({"d"}),
-        local=_run,
-    )
+    bias = "1" if call["bias"] is None else "v"
+    text = f"...,...,...1,v1,v,...,...->...1,v1,{bias}"
+    return library_rule(text, reduce="...v", linear=((0, 1),), local=_run)
 
 
-RULES["dtensor::linear_lse"] = linear_lse
-RULES["dtensor::linear_lse_backward"] = linear_lse_backward
-
-__all__ = ["linear_lse", "linear_lse_backward"]
+__all__ = ["FORWARD", "linear_lse_backward"]

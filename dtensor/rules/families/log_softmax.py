@@ -8,29 +8,24 @@ from typing import Any
 
 import torch
 
-from ..call import Call, LocalCall, rule_for
+from ..bind import rule_for
+from ..call import Call, LocalCall
 from ..local_calls import all_reduce, wide
-from ..rule import Rule
+from ..notation import LETTERS, Rule, library_rule
 
 
 def _rule(call: Call, local: Any, all_reduces: int, linear: Any = (), refuses: bool = False) -> Rule:
-    (out,) = call.outputs
-    assert out is not None
-    shape = out.shape
-    over = call["dim"] % max(len(shape), 1)
-    order = sorted(range(len(shape)), key=lambda i: i == over)
-    full = tuple((f"d{i}",) for i in range(len(shape)))
-    sizes = {f"d{i}": shape[i] for i in order}
-    along = frozenset({f"d{over}"})
-    return Rule(
-        (full,) * len(call.operands),
-        (full,),
-        sizes,
+    ndim = call.operands[0].ndim
+    full = LETTERS[:ndim]
+    along = full[call["dim"]] if ndim else ""
+    return library_rule(
+        f"{','.join([full] * len(call.operands))}->{full}",
         linear=linear,
+        last=along,
         local=local,
         across=along,
-        all_reduces=dict.fromkeys(along, all_reduces),
-        refuses_empty=along if refuses else frozenset(),
+        all_reduces=(along, all_reduces),
+        refuses_empty=along if refuses else "",
     )
 
 
@@ -44,7 +39,7 @@ def _along(call: LocalCall) -> tuple[int, str]:
     (out,) = call.call.outputs
     assert out is not None
     dim = call["dim"] % max(out.ndim, 1)
-    return dim, f"d{dim}"
+    return dim, LETTERS[dim]
 
 
 def _local_log_softmax(call: LocalCall) -> Any:
@@ -60,7 +55,7 @@ def _local_log_softmax(call: LocalCall) -> Any:
 
 @rule_for("_log_softmax_backward_data")
 def log_softmax_backward(call: Call) -> Rule:
-    return _rule(call, _local_backward, 1, (frozenset({0}),))
+    return _rule(call, _local_backward, 1, linear=0)
 
 
 def _local_backward(call: LocalCall) -> Any:

@@ -3,11 +3,11 @@
 from math import prod
 from typing import Any
 
-from ..call import Call, LocalCall, rule_for
+from ..bind import rule_for
+from ..call import Call, LocalCall
 from ..local_calls import guarded, is_sharded
-from ..pattern import Pattern, bind
-from ..rule import Rule
-from .pointwise import broadcast, broadcast_shape
+from ..notation import Rule, library_rule
+from .pointwise import broadcast_shape, elementwise
 
 MEAN, SUM = 1, 2
 
@@ -24,19 +24,15 @@ ELEMENTWISE = (
 
 
 @rule_for(*ELEMENTWISE)
-def elementwise_loss(call: Call) -> Rule:
-    shapes = [o.shape for o in call.operands]
-    ins, sizes = broadcast(shapes, broadcast_shape(shapes))
-    full = tuple((f,) for f in sizes)
+def elementwise_loss(call: Call) -> Rule | str:
     if call["reduction"] not in (MEAN, SUM):
-        return Rule(ins, (full,), sizes)
-    reduce = dict.fromkeys(sizes, "sum")
-    return Rule(ins, ((),), sizes, reduce=reduce, local=_local_elementwise, across=_across_mean(call, sizes))
+        return elementwise(call)
+    return library_rule(elementwise(call, ""), reduce="...", local=_local_elementwise, across=_across_mean(call))
 
 
-def _across_mean(call: Call, sizes: dict[str, Any]) -> frozenset[str]:
+def _across_mean(call: Call) -> str:
     """The factors that a mean is taken over; none for other reductions."""
-    return frozenset(sizes if call["reduction"] == MEAN else ())
+    return "..." if call["reduction"] == MEAN else ""
 
 
 def _local_elementwise(call: LocalCall) -> Any:
@@ -55,10 +51,9 @@ def _mean_by(call: LocalCall, count: Any) -> Any:
 def elementwise_loss_backward(call: Call) -> Rule:
     """The gradient of a mean: the kernel would divide by the local count, so a shard uses the global one."""
     # A mean or sum gets one number as its gradient, but one per element where this is differentiated again.
-    (grad, full, *rest), sizes = broadcast([o.shape for o in call.operands], call["self"].shape)
-    linear = (frozenset({0}), frozenset({1, 2})) if call.name == "mse_loss_backward" else (frozenset({0}),)
-    across = _across_mean(call, sizes)
-    return Rule((grad, full, *rest), (full,), sizes, linear=linear, local=_local_elementwise_backward, across=across)
+    linear = (0, (1, 2)) if call.name == "mse_loss_backward" else 0
+    text, across = elementwise(call), _across_mean(call)
+    return library_rule(text, linear=linear, local=_local_elementwise_backward, across=across)
 
 
 def _local_elementwise_backward(call: LocalCall) -> Any:
@@ -66,20 +61,21 @@ def _local_elementwise_backward(call: LocalCall) -> Any:
 
 
 MARGIN = {
-    "multi_margin_loss": ("n_, n, _ -> n", "n_, n, _ ->"),
-    "multi_margin_loss_backward": ("n, n_, n, _ -> n_", "~, n_, n, _ -> n_"),
-    "multilabel_margin_loss_forward": ("n_, n_ -> n, n_", "n_, n_ -> , n_"),
-    "multilabel_margin_loss_backward": ("n, n_, n_, n_ -> n_", "~, n_, n_, n_ -> n_"),
+    "multi_margin_loss": ("n1,n,1->n", "n1,n,1->"),
+    "multi_margin_loss_backward": ("n,n1,n,1->n1", "*,n1,n,1->n1"),
+    "multilabel_margin_loss_forward": ("n1,n1->n,n1", "n1,n1->,n1"),
+    "multilabel_margin_loss_backward": ("n,n1,n1,n1->n1", "*,n1,n1,n1->n1"),
 }
-"""Loss over the classes of each sample -> its patterns without and with a reduction."""
+"""Loss over the classes of each sample -> its texts without and with a reduction."""
 
 
 @rule_for(*MARGIN)
 def margin_loss(call: Call) -> Rule:
-    reduced = call["reduction"] in (MEAN, SUM)
-    linear = ({0},) if call.has("grad_output") else ()
-    reduce = {"n": "sum"} if reduced and not linear else {}
-    return bind(Pattern(MARGIN[call.name][reduced], linear=linear, reduce=reduce, local=_local_margin), call)
+    reduced, backward = call["reduction"] in (MEAN, SUM), call.has("grad_output")
+    text, reduce = MARGIN[call.name][reduced], "n" if reduced and not backward else ""
+    if call["self"].ndim < 2:  # a single sample
+        text, reduce = text.replace("n1", "*").replace("n", "*"), ""
+    return library_rule(text, linear=0 if backward else (), reduce=reduce, local=_local_margin)
 
 
 @guarded

@@ -5,55 +5,61 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...torch_private.symbolic_sizes import same_size
-from ..call import Call, LocalCall, rule_for, shape_for
-from ..local_calls import empty_outputs, has_empty_shard
-from ..pattern import Pattern, bind
-from ..rule import Rule, dims
+from ..bind import rule_for, rule_table
+from ..call import Call, LocalCall, shape_for
+from ..local_calls import empty_outputs, has_empty_shard, unless_empty
+from ..notation import Rule, library_rule
 
-EINSUMS = {
-    "mm": ("mk", "kn", "mn"),
-    "bmm": ("bmk", "bkn", "bmn"),
-    "mv": ("mk", "k", "m"),
-    "dot": ("k", "k", ""),
-    "vdot": ("k", "k", ""),
-    "ger": ("m", "n", "mn"),
-    "addbmm": ("bmk", "bkn", "mn"),
-    "_int_mm": ("mk", "kn", "mn"),
+
+def _product(text: str, reduce: str = "k") -> Rule:
+    return Rule(text, reduce=reduce, linear=(0, 1))
+
+
+PRODUCTS = {
+    "mm": _product("mk,kn->mn"),
+    "bmm": _product("bmk,bkn->bmn"),
+    "mv": _product("mk,k->m"),
+    "dot": _product("k,k->"),
+    "vdot": _product("k,k->"),
+    "ger": _product("m,n->mn", reduce=""),
+    "_int_mm": _product("mk,kn->mn"),
 }
-"""Operator -> factors of both operands and of the result."""
 
-ADDED = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addbmm": "addbmm", "addr": "ger"}
-"""Operator -> the product to which it adds its first operand."""
+rule_table(__name__, PRODUCTS)
 
+TRANSFORMERS = {
+    "transformers::grouped_mm_fallback": Rule("1k,1kn,*->1n", reduce="k", linear=(0, 1)),
+    "transformers::grouped_mm_fallback_backward": Rule("1k,1kn,*,1n->1k,1kn", reduce="n", linear=3),
+}
+"""The operators that the transformers library uses in place of `_grouped_mm` in compiled code."""
 
-@rule_for(*(name for name in EINSUMS if name not in ADDED))
-def product(call: Call) -> Rule:
-    a, b, out = EINSUMS[call.name]
-    x, y = call.operands
-    sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
-    return Rule((dims(a), dims(b)), (dims(out),), sizes, reduce={"k": "sum"}, linear=(frozenset({0}), frozenset({1})))
+rule_table(__name__, TRANSFORMERS, local=unless_empty)
+
+ADDED = {
+    "addmm": ("mk,kn->mn", "k"),
+    "baddbmm": ("bmk,bkn->bmn", "k"),
+    "addmv": ("mk,k->m", "k"),
+    "addbmm": ("bmk,bkn->mn", "bk"),
+    "addr": ("m,n->mn", ""),
+}
+"""Operator -> the product to which it adds its first operand, and the factors that this reduces."""
 
 
 @rule_for(*ADDED)
 def added_product(call: Call) -> Rule:
     """`beta * input + alpha * (a @ b)`: if the contracted factor is sharded, the input must be partial too."""
-    a, b, out = EINSUMS[ADDED[call.name]]
-    bias, x, y = call.operands
-    sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
-    full = [sizes[f] for f in out]
-    own = [
-        "1" if same_size(s, 1) and not same_size(o, 1) else f
-        for f, s, o in zip(out[len(out) - bias.ndim :], bias.shape, full[len(out) - bias.ndim :])
-    ]
-    return Rule(
-        (dims(own), dims(a), dims(b)),
-        (dims(out),),
-        sizes,
-        reduce={f: "sum" for f in a + b if f not in out},
-        linear=(frozenset({0, 1}), frozenset({0, 2})),
-        addends=frozenset({0}),
-        local=_with_whole_input if call.name == "addmv" and tuple(bias.shape) != tuple(full) else None,
+    text, reduce = ADDED[call.name]
+    out, bias = text.partition("->")[2], call["self"]
+    own = out[len(out) - bias.ndim :]
+    made = call.outputs[0]
+    broadcasts = made is not None and tuple(bias.shape) != tuple(made.shape)
+    return library_rule(
+        f"{own},{text}",
+        reduce=reduce,
+        linear=((0, 1), (0, 2)),
+        added=0 if reduce else (),
+        last="".join([f for f in dict.fromkeys(text) if f.isalpha()]),  # in the order of the product
+        local=_with_whole_input if call.name == "addmv" and broadcasts else None,
     )
 
 
@@ -68,10 +74,8 @@ def scaled_mm(call: Call) -> Rule:
 
     The contracted factor may not be sharded: each partial result would be rounded to the few bits of the result.
     """
-    text = "m_, _n, ~, ~, ~, ~ -> mn"
-    if call["scale_a"].shape and call["scale_a"].shape[0] == call["self"].shape[0]:
-        text = "m_, _n, m_, _n, n, ~ -> mn"
-    return bind(Pattern(text), call)
+    by_rows = call["scale_a"].shape and call["scale_a"].shape[0] == call["self"].shape[0]
+    return library_rule("m1,1n,m1,1n,n,*->mn" if by_rows else "m1,1n,*,*,*,*->mn", local=unless_empty)
 
 
 def _of_groups(call: LocalCall) -> Any:
@@ -92,23 +96,23 @@ def _with_long_rows(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, short))[..., : x.shape[-1]]
 
 
-def _groups(text: str, reduce: str = "") -> Pattern:
-    return Pattern(text, linear=({0}, {1}), reduce=dict.fromkeys(reduce, "sum"), local=_of_groups)
+def _groups(text: str, reduce: str = "") -> Rule:
+    return library_rule(text, linear=(0, 1), reduce=reduce, local=_of_groups)
 
 
 _GROUPS_OF = {
-    (2, 3): _groups("_k, _kn, ~, ~ -> _n", "k"),
-    (3, 2): _groups("_mk, k_, ~, ~ -> m_", "k"),
-    (2, 2): _groups("m_, _n, ~, ~ -> _mn"),
-    (3, 3): _groups("gmk, gkn, ~, ~ -> gmn", "k"),
+    (2, 3): _groups("1k,1kn,*,*->1n", "k"),
+    (3, 2): _groups("1mk,k1,*,*->m1", "k"),
+    (2, 2): _groups("m1,1n,*,*->1mn"),
+    (3, 3): _groups("gmk,gkn,*,*->gmn", "k"),
 }
-"""Numbers of dims of both operands -> the pattern. The dim that offsets index is not sharded; (3, 3) has no offsets."""
+"""Numbers of dims of both operands -> the rule. The dim that offsets index is not sharded; (3, 3) has no offsets."""
 
 
 @rule_for("_grouped_mm")
 def grouped_product(call: Call) -> Rule:
     """Products of groups: of rows (2, 3), of columns (3, 2), of the contracted dim (2, 2), or of matrices (3, 3)."""
-    return bind(_GROUPS_OF[(call["self"].ndim, call["mat2"].ndim)], call)
+    return _GROUPS_OF[(call["self"].ndim, call["mat2"].ndim)]
 
 
 @shape_for("_grouped_mm")
@@ -122,15 +126,4 @@ def _grouped_shape(x: torch.Tensor, y: torch.Tensor, offs: Any = None, bias: Any
     return x.new_empty((*rows[int(y.dim() == 2) :], *columns))
 
 
-@rule_for("transformers::grouped_mm_fallback")
-def grouped_product_of_transformers(call: Call) -> Rule:
-    """The operator that the transformers library uses in place of `_grouped_mm` in compiled code."""
-    return bind(Pattern("_k, _kn, ~ -> _n", linear=({0}, {1}), reduce={"k": "sum"}), call)
-
-
-@rule_for("transformers::grouped_mm_fallback_backward")
-def grouped_product_of_transformers_backward(call: Call) -> Rule:
-    return bind(Pattern("_k, _kn, ~, _n -> _k, _kn", linear=({3},), reduce={"n": "sum"}), call)
-
-
-__all__ = ["EINSUMS"]
+__all__ = ["ADDED", "PRODUCTS", "TRANSFORMERS"]

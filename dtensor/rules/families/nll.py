@@ -9,36 +9,36 @@ from typing import Any
 
 import torch
 
-from ..call import Call, LocalCall, rule_for
+from ..bind import rule_for
+from ..call import Call, LocalCall
 from ..local_calls import all_reduce
-from ..rule import Dims, Rule
+from ..notation import Rule, library_rule
 from .row_lookup import bounds, own_rows, with_a_row
 
 MEAN, SUM = 1, 2
 
 
-def _factors(call: Call, scores: Any) -> tuple[Dims, Dims, dict[Any, Any]]:
-    """Factors of the scores and of the target; sizes."""
-    if scores.ndim == 1:
-        return (("c",),), ((),) * call["target"].ndim, dict(zip("c", scores.shape))
-    names = ("n", "c", "y", "x")[: scores.ndim]
-    sizes = dict(sorted(zip(names, scores.shape), key=lambda item: item[0] == "c"))
-    return tuple((f,) for f in names), tuple((f,) for f in names if f != "c"), sizes
+def _terms(scores: Any) -> tuple[str, str]:
+    """The terms of the scores and of the target."""
+    full = "c" if scores.ndim == 1 else "ncyx"[: scores.ndim]
+    return full, full.replace("c", "")
 
 
 @rule_for("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(call: Call) -> Rule:
-    full, batch, sizes = _factors(call, call["self"])
-    ins = (full, batch, *([(("c",),)] * (len(call.operands) - 2)))
-    if call["reduction"] not in (MEAN, SUM) and batch:
-        own = frozenset("c")
-        return Rule(ins, (batch, ()), sizes, reduce={"c": "sum"}, whole=frozenset({1}), local=_local_loss, across=own)
-    mean = call["reduction"] == MEAN
-    whole: frozenset[int] = frozenset({1} if mean else ())
-    across = frozenset(sizes if mean else "c")
-    reduce = dict.fromkeys(sizes, "sum")
-    sums = dict.fromkeys(across, 1) if mean else {}
-    return Rule(ins, ((), ()), sizes, reduce=reduce, whole=whole, local=_local_loss, across=across, all_reduces=sums)
+    full, batch = _terms(call["self"])
+    batch = batch or "1" * call["target"].ndim
+    mean, each = call["reduction"] == MEAN, call["reduction"] not in (MEAN, SUM) and full != "c"
+    factors = full if mean else "c"
+    return library_rule(
+        f"{full},{batch},c->{batch if each else ''},",
+        reduce="c" if each else full,
+        last="c",
+        whole=(1,) if each or mean else (),
+        local=_local_loss,
+        across=factors,
+        all_reduces=(factors if mean else "", 1),
+    )
 
 
 def _local_loss(call: LocalCall) -> Any:
@@ -91,19 +91,18 @@ def _own_targets(call: LocalCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 @rule_for("nll_loss_backward", "nll_loss2d_backward")
 def nll_loss_backward(call: Call) -> Rule:
-    scores = call["self"]
-    full, batch, sizes = _factors(call, scores)
-    grad = batch if call["reduction"] not in (MEAN, SUM) else ()
-    weight = [(("c",),)] if call["weight"] is not None else []
-    ins = (grad, full, batch, *weight, ())
-    unread = frozenset({1} if call["reduction"] == MEAN else {1, len(ins) - 1})
-    linear, own = (frozenset({0}),), frozenset("c")  # of no samples, too: the kernel writes to a class all the same
-    ways: dict[str, Any] = {
-        "local": _local_backward,
-        "across": own,
-        "refuses_empty": own,
-    }
-    return Rule(ins, (full,), sizes, linear=linear, unread=unread, **ways)
+    full, batch = _terms(call["self"])
+    mean = call["reduction"] == MEAN
+    grad = "" if call["reduction"] in (MEAN, SUM) else batch
+    return library_rule(
+        f"{grad},{full},{batch or '1' * call['target'].ndim},c,->{full}",
+        linear=0,
+        last="c",
+        unread="self" if mean else ("self", "total_weight"),
+        local=_local_backward,
+        across="c",
+        refuses_empty="c",  # of no samples, too: the kernel writes to a class all the same
+    )
 
 
 def _local_backward(call: LocalCall) -> Any:

@@ -6,9 +6,10 @@ keep their layouts; the gradient is redistributed to the parameter's.
 
 from typing import Any
 
-from ..call import Call, rule_for
-from ..rule import Rule
-from .pointwise import broadcast
+from ..bind import rule_for
+from ..call import Call
+from ..notation import Rule, library_rule
+from .pointwise import elementwise
 
 FUSED: dict[str, Any] = {
     "_fused_adam": ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
@@ -21,13 +22,7 @@ FUSED: dict[str, Any] = {
 
 @rule_for(*FUSED)
 def fused_step(call: Call) -> Rule:
-    (parameter,) = call["self"]
-    shapes = [o.shape for o in call.operands]
-    ins, sizes = broadcast(shapes, parameter.shape)
-    names = [a.name for a in call.func._schema.arguments]
-    state = call.operands_at(names.index(n) for n in FUSED[call.name] if call[n])
-    own, *_ = ins
-    return Rule(ins, (own,), sizes, written=state or frozenset())
+    return library_rule(elementwise(call), written=tuple([name for name in FUSED[call.name] if call[name]]))
 
 
 __all__ = ["FUSED"]

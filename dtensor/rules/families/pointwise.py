@@ -13,69 +13,40 @@ Partial(max) and Partial(min) pass through increasing and decreasing functions: 
 each rank's values. A copy passes Partial with max, min or product through as well.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from ...torch_private.symbolic_sizes import same_size
-from ..call import Call, LocalCall, rule_for
-from ..rule import Dims, Rule
+from ..bind import rule_for, rule_table
+from ..call import Call, LocalCall
+from ..notation import LETTERS, LibraryRule, Rule, library_rule
+from ..plan import signature
 
-LINEAR: dict[str, tuple[set[int], ...]] = {
-    "neg": ({0},),
-    "_neg_view": ({0},),
-    "positive": ({0},),
-    "clone": ({0},),
-    "detach": ({0},),
-    "alias": ({0},),
-    "lift_fresh": ({0},),
-    "conj": ({0},),
-    "_conj": ({0},),
-    "_conj_physical": ({0},),
-    "conj_physical": ({0},),
-    "complex": ({0, 1},),
-    "polar": ({0},),
-    "deg2rad": ({0},),
-    "rad2deg": ({0},),
-    "add.Tensor": ({0, 1},),
-    "sub.Tensor": ({0, 1},),
-    "rsub.Tensor": ({0, 1},),
-    "mul.Tensor": ({0}, {1}),
-    "mul.Scalar": ({0},),
-    "div.Tensor": ({0},),
-    "div.Scalar": ({0},),
-    "true_divide.Tensor": ({0},),
-    "true_divide.Scalar": ({0},),
-    "ldexp.Tensor": ({0},),
-    "where.self": ({1, 2},),
-    "lerp.Scalar": ({0, 1},),
-    "lerp.Tensor": ({0, 1},),
-    "masked_fill.Tensor": ({0, 2},),
-    "addcmul": ({0, 1}, {0, 2}),
-    "addcdiv": ({0, 1},),
-    "threshold_backward": ({0},),
-    "gelu_backward": ({0},),
-    "silu_backward": ({0},),
-    "mish_backward": ({0},),
-    "elu_backward": ({0},),
-    "leaky_relu_backward": ({0},),
-    "hardtanh_backward": ({0},),
-    "hardsigmoid_backward": ({0},),
-    "hardswish_backward": ({0},),
-    "hardshrink_backward": ({0},),
-    "softshrink_backward": ({0},),
-    "softplus_backward": ({0},),
-    "log_sigmoid_backward": ({0},),
-    "sigmoid_backward": ({0},),
-    "tanh_backward": ({0},),
-    "logit_backward": ({0},),
-    "_prelu_kernel_backward": ({0},),
-    "rrelu_with_noise_backward": ({0},),
-    "native_dropout_backward": ({0},),
-    "copy": ({0, 1},),
-    "zero": ({0},),
+FIRST = """
+    neg _neg_view positive clone detach alias lift_fresh conj _conj _conj_physical conj_physical polar deg2rad
+    rad2deg mul.Scalar div.Tensor div.Scalar true_divide.Tensor true_divide.Scalar ldexp.Tensor
+    threshold_backward gelu_backward silu_backward mish_backward elu_backward leaky_relu_backward
+    hardtanh_backward hardsigmoid_backward hardswish_backward hardshrink_backward softshrink_backward
+    softplus_backward log_sigmoid_backward sigmoid_backward tanh_backward logit_backward _prelu_kernel_backward
+    rrelu_with_noise_backward native_dropout_backward zero
+"""
+"""Operators (as in `LINEAR`) that are linear in their first argument."""
+
+LINEAR: dict[str, Any] = {
+    **dict.fromkeys(FIRST.split(), 0),
+    "complex": ((0, 1),),
+    "add.Tensor": ((0, 1),),
+    "sub.Tensor": ((0, 1),),
+    "rsub.Tensor": ((0, 1),),
+    "mul.Tensor": (0, 1),
+    "where.self": ((1, 2),),
+    "lerp.Scalar": ((0, 1),),
+    "lerp.Tensor": ((0, 1),),
+    "masked_fill.Tensor": ((0, 2),),
+    "addcmul": ((0, 1), (0, 2)),
+    "addcdiv": ((0, 1),),
+    "copy": ((0, 1),),
 }
-"""Operator (without in-place underscore, with overload where it matters) -> sets of arguments, by position in the
-schema, in which it is jointly linear."""
+"""Operator (without in-place underscore, with overload where it matters) -> `linear` of its rule."""
 
 IN_LISTS = {"List": "Tensor", "ScalarList": "Scalar"}
 """Overload of a foreach operator -> overload of the operator that it applies to each tensor."""
@@ -112,7 +83,7 @@ the sign of a parameter such as a slope."""
 FALLING = frozenset({"erfc", "neg"})
 """Operators that are decreasing functions of operand 0, likewise."""
 
-UP, DOWN = {"max": "max", "min": "min"}, {"max": "min", "min": "max"}
+UP, DOWN = (("max", "max"), ("min", "min")), (("max", "min"), ("min", "max"))
 
 COPIES = frozenset({"alias", "clone", "detach", "lift_fresh", "positive"})
 """Operators that return their operand unchanged. Autograd detaches what it saves, such as the result of `amax`."""
@@ -163,16 +134,10 @@ POINTWISE = [
 """Operators whose outputs have the broadcast shape of all tensor operands but that torch does not tag as pointwise."""
 
 
-def broadcast(shapes: list[tuple[Any, ...]], out: tuple[Any, ...]) -> tuple[tuple[Dims, ...], dict[str, Any]]:
-    """Factors of operands that broadcast to `out`, one per output dim, and the factors' sizes."""
-    names = [f"d{i}" for i in range(len(out))]
-
-    def of(shape: tuple[Any, ...]) -> Dims:
-        last = names[len(out) - len(shape) :]
-        full = out[len(out) - len(shape) :]
-        return tuple([() if same_size(s, 1) and not same_size(o, 1) else (f,) for s, o, f in zip(shape, full, last)])
-
-    return tuple([of(s) for s in shapes]), dict(zip(names, out))
+def elementwise(call: Call, result: str = "...") -> str:
+    """The text of an operator whose arguments have the same dims, up to broadcasting, and results `result`."""
+    arguments = ["..."] * len(signature(call.func).arguments)
+    return f"{','.join(arguments)}->{','.join([result] * max(signature(call.func).returns, 1))}"
 
 
 def broadcast_shape(shapes: list[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -184,38 +149,34 @@ def broadcast_shape(shapes: list[tuple[Any, ...]]) -> tuple[Any, ...]:
     return tuple(full)
 
 
-def linearity(call: Call) -> tuple[frozenset[int], ...]:
-    """The sets of operands in which this call is jointly linear."""
+def linearity(call: Call) -> Any:
+    """The arguments in which this call is linear."""
     name = call.name
     overload = call.func._overloadname
-    keyed = LINEAR.get(f"{name}.{IN_LISTS.get(overload, overload)}", LINEAR.get(name, ()))
-    if name == "_to_copy" and _widens(call):
-        return (frozenset({0}),)
+    if name == "_to_copy":
+        return 0 if _widens(call) else ()
     if name == "masked_fill" and call["value"] == 0:
-        return (frozenset({0}),)
-    groups = [call.operands_at(g) for g in keyed]
-    return tuple([g for g in groups if g is not None])
+        return 0
+    return LINEAR.get(f"{name}.{IN_LISTS.get(overload, overload)}", LINEAR.get(name, ()))
 
 
-def kept(call: Call) -> tuple[tuple[frozenset[int], Mapping[str, str]], ...]:
-    """The operands that may be Partial(max), (min) or (product), and what the outputs then are; see `Rule.keeps`.
+def kept(call: Call) -> Any:
+    """The arguments that may be Partial(max), (min) or (product), and what the outputs then are; see `rule.Rule`.
 
     Integers wrap around, so only copies keep their order.
     """
-    first = call.operands_at({0})
-    if first is None:
-        return ()
-    if call.name in COPIES:
-        return ((first, {**UP, "product": "product"}),)
+    name = call.name
+    if name in COPIES:
+        return ((0, (*UP, ("product", "product"))),)
     if not all(x.dtype.is_floating_point for x in (*call.operands, *call.outputs) if x is not None):
         return ()
-    if call.name in RISING or call.name == "_to_copy":
-        return ((first, UP),)
-    if call.name in FALLING:
-        return ((first, DOWN),)
-    if call.name in ("maximum", "minimum"):
-        op = call.name[:3]
-        return ((first, UP), (frozenset({1}), UP), (frozenset({0, 1}), {op: op}))
+    if name in RISING or name == "_to_copy":
+        return ((0, UP),)
+    if name in FALLING:
+        return ((0, DOWN),)
+    if name in ("maximum", "minimum"):
+        op = name[:3]
+        return ((0, UP), (1, UP), ((0, 1), ((op, op),)))
     return ()  # not a sum: minus infinity, which loses on one rank, may meet infinity and be NaN
 
 
@@ -228,30 +189,22 @@ def _widens(call: Call) -> bool:
 
 @rule_for(*POINTWISE)
 def pointwise(call: Call) -> Rule:
-    shapes = [o.shape for o in call.operands]
-    out = next(o for o in call.outputs if o is not None)
-    ins, sizes = broadcast(shapes, out.shape)
-    full = tuple((f,) for f in sizes)
-    outs = tuple(None if o is None else full if o.ndim == len(full) else ((),) * o.ndim for o in call.outputs)
-    unread: frozenset[int] = frozenset({0} if call.name in ("fill", "zero") else ())
-    return Rule(ins, outs, sizes, linear=linearity(call), keeps=kept(call), unread=unread)
+    unread = 0 if call.name in ("fill", "zero") else ()
+    return library_rule(elementwise(call), linear=linearity(call), keeps=kept(call), unread=unread)
 
 
 @rule_for("fake_quantize_per_channel_affine_cachemask")
-def per_channel(call: Call) -> Rule:
+def per_channel(call: Call) -> str:
     """Pointwise, with a scale and a zero point for each index along `axis`."""
-    shape = call["self"].shape
-    (full,), sizes = broadcast([shape], shape)
-    channel = (full[call["axis"] % len(shape)],)
-    return Rule((full, channel, channel), (full, full), sizes)
+    full = LETTERS[: call["self"].ndim]
+    channel = full[call["axis"]]
+    return f"{full},{channel},{channel}->{full},{full}"
 
 
-@rule_for("zeros_like", "ones_like", "empty_like", "full_like")
-def like(call: Call) -> Rule:
-    """Same layout as the operand, whose values are not read; for a partial operand the constant is replicated."""
-    shape = call["self"].shape
-    ins, sizes = broadcast([shape], shape)
-    return Rule(ins, ins, sizes, unread=frozenset({0}))
+LIKE = dict.fromkeys(["zeros_like", "ones_like", "empty_like", "full_like"], LibraryRule("...->...", unread=0))
+"""Same layout as the operand, whose values are not read; for a partial operand the constant is replicated."""
+
+rule_table(__name__, LIKE)
 
 
 @rule_for("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
@@ -261,11 +214,9 @@ def new(call: Call) -> Rule:
     assert out is not None
     source = call["self"]
     if out.ndim == source.ndim and all(map(same_size, out.shape, source.shape)):
-        ins, sizes = broadcast([source.shape], source.shape)
         local = _new_strided if call.name == "new_empty_strided" else None
-        return Rule(ins, ins, sizes, unread=frozenset({0}), local=local, shape_arg="size")
-    nothing: Dims = ((),) * out.ndim
-    return Rule((((),) * source.ndim,), (nothing,), {}, unread=frozenset({0}))
+        return library_rule("...->...", unread=0, local=local, shape_arg="size")
+    return library_rule("*->*", unread=0)
 
 
 def _new_strided(call: LocalCall) -> Any:
@@ -276,12 +227,8 @@ def _new_strided(call: LocalCall) -> Any:
     return made.permute([order.index(i) for i in range(len(shape))])
 
 
-@rule_for("tril", "triu")
-def triangle(call: Call) -> Rule:
-    shape = call["self"].shape
-    ins, sizes = broadcast([shape], shape)
-    last = frozenset(f"d{i}" for i in range(len(shape) - 2, len(shape)))
-    return Rule(ins, ins, sizes, linear=(frozenset({0}),), blocked=last)
+TRIANGLES = dict.fromkeys(["tril", "triu"], Rule("...11->...11", linear=0))
 
+rule_table(__name__, TRIANGLES)
 
-__all__ = ["LINEAR", "POINTWISE", "broadcast", "broadcast_shape", "kept", "linearity"]
+__all__ = ["LIKE", "LINEAR", "POINTWISE", "TRIANGLES", "broadcast_shape", "elementwise", "kept", "linearity"]

@@ -19,10 +19,11 @@ from ...comm.redistribute import redistribute_local
 from ...layout.layout import Layout
 from ...mesh.mesh import group_name
 from ...mesh.tensor_spec import Spec, contiguous_stride
-from ..call import Call, LocalCall, rule_for
-from ..rule import Dims, Rule
+from ..bind import rule_for, rule_table
+from ..call import Call, LocalCall
+from ..notation import LibraryRule, Rule, library_rule
+from ..plan import signature
 from ..sampling import BLOCK, sample
-from .pointwise import broadcast
 
 
 def keep_shard(x: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
@@ -55,19 +56,11 @@ READS = ("aten.bernoulli.default", "aten.bernoulli.out", "aten.normal.Tensor_flo
 @rule_for(*(n.removesuffix("_") for n in FILLS), *LIKE)
 def random(call: Call) -> Rule:
     """The operand gives only shape and dtype, unless it holds probabilities or means; then it is gathered first."""
-    out = next(o for o in call.outputs if o is not None)
-    ins, sizes = broadcast([o.shape for o in call.operands], out.shape)
-    full = tuple((f,) for f in sizes)
-    if call.func._schema.name.endswith("_") or (len(call.operands) == 1 and str(call.func) not in READS):
+    rest = ",*" * (len(signature(call.func).arguments) - 1)
+    if call.func._schema.name.endswith("_") or (not rest and str(call.func) not in READS):
         # In place, the second operand is read and has to be replicated; the first one is not read.
-        rest = tuple(_never(o) for o in call.operands[1:])
-        return Rule((full, *rest), (full,), sizes, unread=frozenset({0}), local=_draw)
-    return Rule(ins, (full,), sizes, blocked=frozenset(sizes))
-
-
-def _never(tensor: Any) -> Dims:
-    """Dims of a tensor of which none is sharded."""
-    return ((),) * tensor.ndim
+        return library_rule(f"...{rest}->...", unread=0, local=_draw)
+    return Rule(f"*{rest}->*")
 
 
 def _draw(call: LocalCall) -> Any:
@@ -99,13 +92,6 @@ def _in_blocks(template: torch.Tensor, spec: Spec) -> bool:
     return spec.stride == contiguous_stride(spec.shape) and prod(spec.shape) > BLOCK
 
 
-@rule_for("native_dropout")
-def native_dropout(call: Call) -> Rule:
-    shape = call["input"].shape
-    (ins,), sizes = broadcast([shape], shape)
-    return Rule((ins,), (ins, ins), sizes, local=_local_dropout)
-
-
 def _local_dropout(call: LocalCall) -> Any:
     x, p, spec = call["input"], call["p"], call.call["input"]
     (layout, _), (_, made) = call.layouts, call.call.outputs
@@ -122,17 +108,20 @@ def _local_dropout(call: LocalCall) -> Any:
     return x * (mask.to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p))), mask
 
 
+DROPOUT = {"native_dropout": LibraryRule("...->...,...", local=_local_dropout)}
+
+rule_table(__name__, DROPOUT)
+
+
 @rule_for("rrelu_with_noise", "rrelu_with_noise_functional")
 def rrelu(call: Call) -> Rule:
     """Draws a number for each negative element, so the operand is gathered; the noise, which is written, is a shard."""
-    x = call["self"]
-    (full,), sizes = broadcast([x.shape], x.shape)
-    outs: tuple[Dims | None, ...] = (full,) * len(call.outputs)
+    outs = ",".join(["..."] * len(call.outputs))
     if not call["training"]:
-        return Rule((full, full), outs, sizes)
+        return Rule(f"...,...->{outs}")
     if call.func._schema.name.endswith("_"):
-        return Rule((full, full), outs, sizes, unread=frozenset({0, 1}), local=_local_rrelu)
-    return Rule((_never(x), full), outs, sizes, unread=frozenset({1}), local=_local_rrelu)
+        return library_rule(f"...,...->{outs}", unread=(0, 1), local=_local_rrelu)
+    return library_rule(f"*,...->{outs}", unread=1, local=_local_rrelu)
 
 
 def _local_rrelu(call: LocalCall) -> Any:
@@ -153,4 +142,4 @@ def _local_rrelu(call: LocalCall) -> Any:
     return x.copy_(mine) if in_place else mine
 
 
-__all__ = ["keep_shard"]
+__all__ = ["DROPOUT", "keep_shard"]

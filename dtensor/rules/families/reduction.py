@@ -6,15 +6,17 @@ intermediate values, and its result is replicated.
 """
 
 from collections.abc import Callable
+from functools import cache
 from math import inf, prod
 from typing import Any
 
 import torch
 
-from ..call import Call, LocalCall, rule_for
+from ..bind import rule_for
+from ..call import Call, LocalCall
 from ..local_calls import WIDE, all_reduce, has_empty_shard, wide
-from ..rule import Dims, Rule
-from .pointwise import broadcast
+from ..notation import LETTERS, LibraryRule, Rule, library_rule
+from .pointwise import elementwise
 
 REDUCTIONS: dict[str, str | None] = {
     "sum": "sum",
@@ -59,45 +61,37 @@ def reduced_dims(call: Call) -> tuple[list[int], bool]:
 
 
 @rule_for(*REDUCTIONS)
-def reduction(call: Call) -> Rule:
-    if len(call.operands) == 2:
-        return elementwise_extremum(call)
+def reduction(call: Call) -> Rule | str:
+    if len(call.operands) == 2:  # `max(a, b)` and `min(a, b)`
+        return elementwise(call)
     (x,), name = call.operands, call.name
-    shape = x.shape
-    (ins,), sizes = broadcast([shape], shape)
     over, keep = reduced_dims(call)
-    op = REDUCTIONS[name]
-    factors = [f"d{i}" for i in over]
-    indices = name in ("max", "min") and len(call.outputs) == 2
-    out: Dims = tuple(() if i in over else (f"d{i}",) for i in range(len(shape)) if keep or i not in over)
-    if name in WITHIN and not x.dtype.is_complex:
-        whole = frozenset(range(len(call.outputs)))
-        local, across = WITHIN[name], frozenset(factors)
-        refuses: frozenset[str] = across if local is _logsumexp else frozenset()
-        return Rule(
-            (ins,),
-            (out,) * len(call.outputs),
-            sizes,
-            whole=whole,
+    op, count = REDUCTIONS[name], len(call.outputs)
+    within = name in WITHIN and not x.dtype.is_complex
+    never = not within and (op is None or count == 2 or (op != "sum" and x.dtype == torch.bool))
+    full = "".join(["1" if never and i in over else LETTERS[i] for i in range(x.ndim)])
+    out = "".join(["1" if i in over else full[i] for i in range(x.ndim) if keep or i not in over])
+    text, reduced = f"{full}->{','.join([out] * count)}", "" if never else "".join([LETTERS[i] for i in over])
+    if within:
+        local = WITHIN[name]
+        return library_rule(
+            text,
+            whole=range(count),
             local=local,
-            across=across,
-            all_reduces=dict.fromkeys(across, 1 if local is _truth else 2),
-            refuses_empty=refuses,
+            across=reduced,
+            all_reduces=(reduced, 1 if local is _truth else 2),
+            refuses_empty=reduced if local is _logsumexp else "",
         )
-    if op is None or indices or (op != "sum" and x.dtype == torch.bool):
-        return Rule((ins,), (out,) * len(call.outputs), sizes, blocked=frozenset(factors))
-    linear = (frozenset({0}),) if name in LINEAR_REDUCTIONS else ()
-    reduce = dict.fromkeys(factors, op)
+    if op is None or never:
+        return text
+    return _reducing(text, reduced, op, name)
+
+
+@cache
+def _reducing(text: str, reduced: str, op: str, name: str) -> Rule:
     local = _mean if name == "mean" else _extremum if op in ("max", "min") else None
-    return Rule((ins,), (out,), sizes, reduce=reduce, linear=linear, local=local, across=frozenset(factors))
-
-
-def elementwise_extremum(call: Call) -> Rule:
-    """`max(a, b)` and `min(a, b)`: pointwise in two operands."""
-    (out,) = call.outputs
-    assert out is not None
-    ins, sizes = broadcast([o.shape for o in call.operands], out.shape)
-    return Rule(ins, (tuple((f,) for f in sizes),), sizes)
+    linear = 0 if name in LINEAR_REDUCTIONS else ()
+    return LibraryRule(text, reduce=dict.fromkeys(reduced, op), linear=linear, local=local, across=reduced)
 
 
 def _mean(call: LocalCall) -> Any:
@@ -133,7 +127,7 @@ def _truth(call: LocalCall) -> Any:
 
 
 def _reduced_factors(call: LocalCall) -> set[str]:
-    return {f"d{i}" for i in reduced_dims(call.call)[0]}
+    return {LETTERS[i] for i in reduced_dims(call.call)[0]}
 
 
 def _logsumexp(call: LocalCall) -> Any:
@@ -189,12 +183,9 @@ WITHIN: dict[str, Callable[[LocalCall], Any]] = {
 
 
 @rule_for("histc", by_value=True)
-def histogram(call: Call) -> Rule:
+def histogram(call: Call) -> Rule | str:
     """Counts add up over the ranks, provided that the range is given and does not have to be found first."""
-    shape = call["self"].shape
-    (ins,), sizes = broadcast([shape], shape)
-    blocked: frozenset[str] = frozenset(sizes if call["min"] == call["max"] else ())
-    return Rule((ins,), (((),),), sizes, reduce=dict.fromkeys(sizes, "sum"), blocked=blocked)
+    return "*->1" if call["min"] == call["max"] else Rule("...->1", reduce="...")
 
 
 __all__ = ["REDUCTIONS", "WITHIN"]

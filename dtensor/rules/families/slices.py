@@ -11,9 +11,10 @@ import torch
 
 from ...errors import OperatorError
 from ...torch_private.symbolic_sizes import same_size
-from ..call import Call, LocalCall, rule_for
-from ..rule import Dims, Rule
-from .views import LINEAR, follow
+from ..bind import rule_for
+from ..call import Call, LocalCall
+from ..notation import LETTERS, Rule, library_rule
+from .views import follow
 
 
 @rule_for("select", "unbind")
@@ -77,28 +78,15 @@ def unfold(call: Call) -> Rule:
     return follow(call, [*(None if i == over else i for i in range(ndim)), None])
 
 
-def _all_but(dims: set[int], shape: tuple[Any, ...]) -> tuple[Dims, dict[str, Any]]:
-    """One factor for each dim except `dims`; sizes."""
-    names = [() if i in dims else (f"d{i}",) for i in range(len(shape))]
-    return tuple(names), {f"d{i}": s for i, s in enumerate(shape) if i not in dims}
-
-
-def _part(call: Call, shape: tuple[Any, ...]) -> tuple[set[int], Dims]:
-    """The dims of a tensor of `shape` in which only a part is written, and the factors of that part."""
-    name = call.name.rpartition("_")[0]
-    ndim = len(shape)
-    if name == "unfold":
-        over = {call["dim"] % ndim}
-        return over, (*_all_but(over, shape)[0], ())
-    if name == "diagonal":
-        over = {call["dim1"] % ndim, call["dim2"] % ndim}
-        return over, (*(d for i, d in enumerate(_all_but(over, shape)[0]) if i not in over), ())
-    dim = call["dim"] % ndim
-    if name == "select":
-        full = _all_but({dim}, shape)[0]
-        return {dim}, full[:dim] + full[dim + 1 :]
-    over: set[int] = set() if same_size(call.operands[-1].shape[dim], shape[dim]) else {dim}
-    return over, _all_but(over, shape)[0]
+def _part(call: Call, shape: tuple[Any, ...]) -> tuple[str, str]:
+    """The terms of a tensor of `shape` of which only a part is written, and of that part."""
+    name, ndim = call.name.rpartition("_")[0], len(shape)
+    over = {call[dim] % ndim for dim in (("dim1", "dim2") if name == "diagonal" else ("dim",))}
+    if name == "slice" and same_size(call.operands[-1].shape[min(over)], shape[min(over)]):
+        over = set[int]()
+    full = "".join(["1" if i in over else f for i, f in enumerate(LETTERS[:ndim])])
+    rest = full.replace("1", "")
+    return full, {"unfold": f"{full}1", "diagonal": f"{rest}1", "select": rest}.get(name, full)
 
 
 @rule_for("slice_backward", "select_backward", "diagonal_backward", "unfold_backward")
@@ -107,20 +95,16 @@ def put_back(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
     if not out.ndim:
-        (part,) = call.operands
-        return Rule((((),) * part.ndim,), ((),), {}, linear=LINEAR)
-    over, part = _part(call, out.shape)
-    full, sizes = _all_but(over, out.shape)
-    return Rule((part,), (full,), sizes, linear=LINEAR, shape_arg="input_sizes")
+        return Rule("*->", linear=0)
+    full, part = _part(call, out.shape)
+    return library_rule(f"{part}->{full}", linear=0, shape_arg="input_sizes")
 
 
 @rule_for("slice_scatter", "select_scatter", "diagonal_scatter")
 def put_into(call: Call) -> Rule:
     """A copy of a tensor with a part of it replaced."""
-    shape = call["self"].shape
-    over, part = _part(call, shape)
-    full, sizes = _all_but(over, shape)
-    return Rule((full, part), (full,), sizes, linear=(frozenset({0, 1}),))
+    full, part = _part(call, call["self"].shape)
+    return Rule(f"{full},{part}->{full}", linear=((0, 1),))
 
 
 @rule_for("as_strided", "as_strided_scatter")
@@ -137,10 +121,9 @@ def as_strided(call: Call) -> Rule:
     given = call["self"]
     kept = _as_it_lies(call)
     if kept is not None:
-        names = [() if n == 1 else (f"d{dim}",) for dim, n in enumerate(given.shape)]
-        out = tuple(() if dim is None else names[dim] for dim in kept)
-        sizes = {f"d{dim}": n for dim, n in enumerate(given.shape)}
-        return Rule((tuple(names),), (out,), sizes, linear=LINEAR, local=partial(_with_ones, kept))
+        full = ["1" if n == 1 else f for n, f in zip(given.shape, LETTERS)]
+        out = ["1" if dim is None else full[dim] for dim in kept]
+        return library_rule(f"{''.join(full)}->{''.join(out)}", linear=0, local=partial(_with_ones, kept))
     if given.static and given.unusual_stride is not None and not given.layout.is_replicated and _has_gaps(given):
         raise OperatorError(
             f"{call.func} of a tensor of shape {list(given.shape)} and strides {list(given.stride)}, sharded as "
@@ -149,15 +132,12 @@ def as_strided(call: Call) -> Rule:
         )
     outer = _outermost(call)
     if outer:
-        names = [(f"d{dim}",) if dim in outer else () for dim in range(given.ndim)]
         there = {place: dim for dim, place in outer.items()}
-        out = tuple(names[there[place]] if place in there else () for place in range(len(call["size"])))
-        sizes = {f"d{dim}": given.shape[dim] for dim in outer}
+        full = "".join([LETTERS[dim] if dim in outer else "1" for dim in range(given.ndim)])
+        out = "".join([LETTERS[there[place]] if place in there else "1" for place in range(len(call["size"]))])
         local = partial(_strided, outer, call["size"], call["stride"])
-        return Rule((tuple(names),), (out,), sizes, linear=LINEAR, local=local)
-    nothing = tuple(((),) * o.ndim for o in call.operands)
-    outs = tuple(((),) * o.ndim for o in call.outputs if o is not None)
-    return Rule(nothing, outs, {}, linear=(frozenset(range(len(nothing))),))
+        return library_rule(f"{full}->{out}", linear=0, local=local)
+    return Rule("*->*", linear=0) if call.name == "as_strided" else Rule("*,*->*", linear=((0, 1),))
 
 
 def _by_memory(given: Any) -> list[int]:

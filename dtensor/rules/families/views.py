@@ -5,19 +5,17 @@ splitting keep only the shards of the major factor, and only if it divides evenl
 index maps.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from functools import partial
 from math import gcd
 from typing import Any
 
 import torch
 
 from ...torch_private.symbolic_sizes import same_size
-from ..call import Call, LocalCall, rule_for
-from ..rule import Dim, Dims, Rule
-from .pointwise import broadcast
-
-LINEAR = (frozenset({0}),)
+from ..bind import rule_for, rule_table
+from ..call import Call, LocalCall
+from ..notation import LETTERS, LibraryRule, Rule, library_rule
 
 
 def groups(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[list[int], list[int]]]:
@@ -46,24 +44,25 @@ def groups(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[list[i
     return found
 
 
-def view_factors(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[Dims, Dims, dict[str, Any]]:
-    """Factors of a tensor of shape `before`, those of its view as shape `after`, and the factors' sizes."""
-    ins: list[Dim] = [()] * len(before)
-    outs: list[Dim] = [()] * len(after)
-    sizes: dict[str, Any] = {}
+def view_text(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[str, dict[str, Any]]:
+    """The text for a tensor of shape `before` and its view as shape `after`, and given sizes."""
     if any(isinstance(s, int) and s == 0 for s in before):
-        return tuple(ins), tuple(outs), sizes
+        return "*->*", {}
+    ins, outs, sizes, letters = ["1"] * len(before), ["1"] * len(after), dict[str, Any](), iter(LETTERS)
     for a, b in groups(before, after):
         if len(a) > 1 and len(b) > 1:
-            _share_major(a, b, before, after, ins, outs, sizes)
+            # Of a group of many dims to many, only a major factor that both first dims share can be followed.
+            small = _common(before[a[0]], after[b[0]])
+            if not same_size(small, 1):
+                major, of_in, of_out = (next(letters) for _ in range(3))
+                ins[a[0]], outs[b[0]] = f"({major}{of_in})", f"({major}{of_out})"
+                sizes[major] = small
             continue
-        finer, shape = (a, before) if len(a) >= len(b) else (b, after)
-        names = tuple(f"d{a[0]}.{k}" for k in range(len(finer)))
-        sizes.update(zip(names, [shape[i] for i in finer]))
+        names = "".join([next(letters) for _ in max(a, b, key=len)])
         for side, index in ((ins, a), (outs, b)):
-            for i, factors in zip(index, [names] if len(index) == 1 else [(name,) for name in names]):
+            for i, factors in zip(index, [f"({names})"] if len(index) == 1 else names):
                 side[i] = factors
-    return tuple(ins), tuple(outs), sizes
+    return f"{''.join(ins)}->{''.join(outs)}", sizes
 
 
 def _common(x: Any, y: Any) -> Any:
@@ -73,49 +72,23 @@ def _common(x: Any, y: Any) -> Any:
     return x if y % x == 0 else y if x % y == 0 else 1
 
 
-def _share_major(a: Any, b: Any, before: Any, after: Any, ins: Any, outs: Any, sizes: Any) -> None:
-    """Handle a group of many dims to many: only a major factor that both first dims share can be followed."""
-    x, y = before[a[0]], after[b[0]]
-    small = _common(x, y)
-    if same_size(small, 1):
-        return
-    major, of_in, of_out = (f"d{a[0]}.{k}" for k in range(3))
-    sizes.update({major: small, of_in: x // small, of_out: y // small})
-    ins[a[0]], outs[b[0]] = (major, of_in), (major, of_out)
-
-
 @rule_for("view", "_unsafe_view", "reshape", "_reshape_copy", "view_copy", "_reshape_alias")
 def view(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
-    if call.has("dtype"):
-        return _reinterpreted(call, out)
-    ins, outs, sizes = view_factors(call["self"].shape, out.shape)
-    return Rule((ins,), (outs,), sizes, linear=LINEAR, shape_arg=_size(call))
+    if call.has("dtype"):  # not linear, and the last dim changes its length if the element size changes
+        return Rule("...->..." if out.dtype.itemsize == call["self"].dtype.itemsize else "...1->...1")
+    text, sizes = view_text(call["self"].shape, out.shape)
+    make = partial(LibraryRule, sizes=sizes) if sizes else library_rule
+    return make(text, linear=0, shape_arg="size" if call.has("size") else "shape")
 
 
-def _size(call: Call) -> str:
-    return "size" if call.has("size") else "shape"
-
-
-def _reinterpreted(call: Call, out: Any) -> Rule:
-    """`x.view(dtype)`: it is not linear, and the last dim changes its length if the element size changes."""
-    resized = out.dtype.itemsize != call["self"].dtype.itemsize
-    return replace(follow(call, [*range(out.ndim - 1), None] if resized else list(range(out.ndim))), linear=())
-
-
-def follow(
-    call: Call, source: Sequence[int | None], blocked: frozenset[str] = frozenset(), shape_arg: Any = None
-) -> Rule:
-    """The rule where output dim i is input dim `source[i]`, or a new dim (None)."""
-    shape = call["self"].shape
-    (ins,), sizes = broadcast([shape], shape)
-    out: Dims = tuple(() if s is None else ins[s] for s in source)
-    outs = tuple(out if o is not None else None for o in call.outputs)
-    kept = {f for d in out for f in d}
-    blocked = blocked | (frozenset(sizes) - kept)
-    out_blocked = tuple(tuple(() if blocked & set(d) else d for d in o) if o is not None else None for o in outs)
-    return Rule((ins,), out_blocked, sizes, linear=LINEAR, blocked=blocked, shape_arg=shape_arg)
+def follow(call: Call, source: Sequence[int | None], whole: Collection[int] = (), **options: Any) -> Rule:
+    """The rule where output dim i is input dim `source[i]`, or a new dim (None); no dim in `whole` is sharded."""
+    kept = {i for i in source if i is not None and i not in whole}
+    full = "".join([LETTERS[i] if i in kept else "1" for i in range(call["self"].ndim)])
+    out = "".join(["1" if i is None else full[i] for i in source])
+    return library_rule(f"{full}->{out}", **{"linear": 0, **options})
 
 
 @rule_for("t")
@@ -158,7 +131,7 @@ def squeeze(call: Call) -> Rule:
         # By dimension: a shard may have length 1 where the whole has not.
         return torch.ops.aten.squeeze.dims(call["self"], sorted(gone))
 
-    return replace(follow(call, [i for i in range(len(shape)) if i not in gone]), local=local)
+    return follow(call, [i for i in range(len(shape)) if i not in gone], local=local)
 
 
 @rule_for("expand")
@@ -169,17 +142,15 @@ def expand(call: Call) -> Rule:
     new = out.ndim - len(shape)
     source = [None if i < new or (same_size(shape[i - new], 1) and not same_size(s, 1)) else i - new
               for i, s in enumerate(out.shape)]  # fmt: skip
-    rule = follow(call, list(source), shape_arg="size")
-    return rule
+    return follow(call, source, shape_arg="size")
 
 
 @rule_for("constant_pad_nd")
 def pad(call: Call) -> Rule:
     """Padded dims may not be sharded; padding with zeros is linear."""
     ndim, given = call["self"].ndim, call["pad"]
-    padded = {f"d{ndim - 1 - i // 2}" for i, p in enumerate(given) if not (isinstance(p, int) and p == 0)}
-    rule = follow(call, list(range(ndim)), blocked=frozenset(padded))
-    return rule if call["value"] == 0 else replace(rule, linear=())
+    padded = {ndim - 1 - i // 2 for i, p in enumerate(given) if not (isinstance(p, int) and p == 0)}
+    return follow(call, range(ndim), whole=padded, linear=0 if call["value"] == 0 else ())
 
 
 @rule_for("cat", "stack", "_stack")
@@ -187,14 +158,9 @@ def cat(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
     dim = call["dim"] % out.ndim
-    stacked = call.name.endswith("stack")
-    names = [f"d{i}" for i in range(out.ndim)]
-    full: Dims = tuple(() if i == dim else (f,) for i, f in enumerate(names))
-    one = full[:dim] + full[dim + 1 :] if stacked else full
-    # Legacy: cat skips 1-D empty tensors whatever the shape of the others.
-    ins = tuple(one if o.ndim == len(one) else ((),) * o.ndim for o in call.operands)
-    sizes = {f: s for i, (f, s) in enumerate(zip(names, out.shape)) if i != dim}
-    return Rule(ins, (full,), sizes, linear=(frozenset(range(len(ins))),))
+    full = "".join(["1" if i == dim else f for i, f in enumerate(LETTERS[: out.ndim])])
+    one = full[:dim] + full[dim + 1 :] if call.name.endswith("stack") else full
+    return Rule(f"{one}->{full}", linear=0)
 
 
 @rule_for("repeat")
@@ -206,14 +172,8 @@ def repeat(call: Call) -> Rule:
     return follow(call, source)
 
 
-@rule_for("view_as_real")
-def view_as_real(call: Call) -> Rule:
-    return follow(call, [*range(call["self"].ndim), None])
+COMPLEX = {"view_as_real": Rule("...->...1", linear=0), "view_as_complex": Rule("...1->...", linear=0)}
 
+rule_table(__name__, COMPLEX)
 
-@rule_for("view_as_complex")
-def view_as_complex(call: Call) -> Rule:
-    return follow(call, list(range(call["self"].ndim - 1)))
-
-
-__all__ = ["follow", "groups", "view_factors"]
+__all__ = ["COMPLEX", "follow", "groups", "view_text"]

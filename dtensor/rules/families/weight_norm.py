@@ -7,32 +7,31 @@ from typing import Any
 
 import torch
 
-from ..call import Call, LocalCall, rule_for
+from ..bind import rule_for
+from ..call import Call, LocalCall
 from ..local_calls import all_reduce
-from ..rule import Dims, Rule
-
-
-def _factors(call: Call, v: Any) -> tuple[Dims, Dims, dict[str, Any]]:
-    """Factors of v, and of tensors with one number per index of `dim`; sizes."""
-    dim = call["dim"] % v.ndim
-    full: Dims = tuple((f"d{i}",) for i in range(v.ndim))
-    return full, tuple(d if i == dim else () for i, d in enumerate(full)), {f"d{i}": n for i, n in enumerate(v.shape)}
+from ..notation import LETTERS, Rule, library_rule
 
 
 def _summed(x: torch.Tensor, call: LocalCall, ndim: int) -> torch.Tensor:
     """`x` summed over all dims except `dim`, and over the ranks."""
     dim = call["dim"] % ndim
     over = [i for i in range(ndim) if i != dim]
-    return all_reduce(x.sum(over, keepdim=True), "sum", call, {f"d{i}" for i in over})
+    return all_reduce(x.sum(over, keepdim=True), "sum", call, {LETTERS[i] for i in over})
 
 
 @rule_for("_weight_norm_interface")
 def weight_norm(call: Call) -> Rule:
-    v, _ = call.operands
-    full, kept, sizes = _factors(call, v)
-    others = frozenset((1, f) for f in sizes if (f,) not in kept)
-    sums = {f: 1 for _, f in others}
-    return Rule((full, kept), (full, kept), sizes, whole=others, local=_local, all_reduces=sums)
+    return _rule(call, "V,K->V,K", call["v"].ndim, _local)
+
+
+def _rule(call: Call, text: str, ndim: int, local: Any, linear: Any = ()) -> Rule:
+    """A rule in which V stands for the dims of v, and K for those of tensors with one number for each index of dim."""
+    dim, full = call["dim"] % ndim, LETTERS[:ndim]
+    kept = "".join([f if i == dim else "1" for i, f in enumerate(full)])
+    others = full.replace(full[dim], "")
+    text, whole = text.replace("V", full).replace("K", kept), tuple([(1, f) for f in others])
+    return library_rule(text, linear=linear, whole=whole, local=local, all_reduces=(others, 1))
 
 
 def _local(call: LocalCall) -> Any:
@@ -44,11 +43,7 @@ def _local(call: LocalCall) -> Any:
 
 @rule_for("_weight_norm_interface_backward")
 def weight_norm_backward(call: Call) -> Rule:
-    full, kept, sizes = _factors(call, call["saved_v"])
-    others = frozenset((1, f) for f in sizes if (f,) not in kept)
-    ways: dict[str, Any] = {"local": _local_backward, "all_reduces": {f: 1 for _, f in others}}
-    ins = (full, full, kept, kept)
-    return Rule(ins, (full, kept), sizes, linear=(frozenset({0}),), whole=others, **ways)
+    return _rule(call, "V,V,K,K->V,K", call["saved_v"].ndim, _local_backward, linear=0)
 
 
 def _local_backward(call: LocalCall) -> Any:

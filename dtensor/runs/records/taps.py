@@ -4,7 +4,7 @@
     dtensor::record         a value of the graph, or an input of it
     dtensor::record_end
 
-`dtensor.compile.backends.insert_taps` puts them in, after all passes. Each value has a `Site`, which is what is known
+`dtensor.passes.borders.record` puts them in, after all passes. Each value has a `Site`, which is what is known
 of it when the graph is compiled; its number is in the graph. All of them write to one tensor, which keeps them in the
 code and in order.
 """

@@ -22,7 +22,6 @@ from ...dispatch.plain_operands import implicit_replication
 from ...errors import ShardingError
 from ...rules import FAMILIES, RULES, WHOLE, base_name, is_in_place, rule_of
 from ...rules.families.replicated import VALUES
-from ...rules.pattern import Pattern
 from ...rules.rule import Candidate, Rule, candidates
 from ...torch_private.core import OpOverload
 from .candidates import Case, OneAxis, State, call_and_rule, layout_of, placed, tensors
@@ -173,18 +172,9 @@ def _given(case: Case, name: str) -> Any:
 
 
 def family_of(func: OpOverload) -> str:
-    """Return the name of the module that holds the operator's rule: the module of the table of patterns that has its
-    name, or of the rule function."""
+    """Return the name of the module that holds the operator's rule; "" if it has none."""
     make = rule_of(func)
-    short = base_name(func).removeprefix("aten::")
-    tables = {_short(m): v for m in FAMILIES for v in vars(m).values() if _has(v, short)}
-    return next(iter(tables), "" if make is None else make.__module__.rpartition(".")[2])
-
-
-def _has(table: Any, name: str) -> bool:
-    """Return whether `table` is a table of patterns that has one for the operator `name`."""
-    patterns = isinstance(table, dict) and any(isinstance(v, Pattern) for v in table.values())
-    return patterns and any(str(key).partition(".")[0] == name for key in table)
+    return "" if make is None else make.__module__.rpartition(".")[2]
 
 
 def _short(module: types.ModuleType) -> str:

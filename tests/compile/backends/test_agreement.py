@@ -282,7 +282,7 @@ def test_a_gather_is_said_to_be_where_the_layer_is_called(monkeypatch):
         told.extend(where for entries in sequences.values() for _, where in entries)
         return dumps(sequences, untagged)
 
-    monkeypatch.setattr("dtensor.compile.backends.insert_agreement.dumps", noted)
+    monkeypatch.setattr("dtensor.passes.borders.agree.dumps", noted)
     with fake_ranks(2):
         model = fully_shard(Layers(), init_device_mesh("cpu", (2,)))
         options = {"inner": "aot_eager"}

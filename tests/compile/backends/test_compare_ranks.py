@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.compile.backends.compare_ranks import disagreement
-from dtensor.compile.backends.insert_agreement import overheard
+from dtensor.compile.backends.compare_ranks import disagreement, overheard
 from dtensor.testing import fake_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -14,7 +14,7 @@ from dtensor.compile.backends import run_passes as pipeline
 from dtensor.dispatch import strictness
 from dtensor.errors import PassError, StrictError
 from dtensor.mesh.mesh import facts, known_meshes
-from dtensor.passes import pipeline as passes_pipeline
+from dtensor.passes import Pass
 from dtensor.passes.graph.simulate import _COLLECTIVES
 from dtensor.testing import ModelArgs, Transformer, fake_ranks
 from dtensor.torch_private.core import c10d, make_fx
@@ -113,10 +113,11 @@ def test_strict_with_inner_eager_refuses_when_it_runs(mesh):
     assert compiled(matmul, "eager")(x, w).placements == (S1,)
 
 
-class Wrong:
+class Wrong(Pass):
     """A pass that computes something else, and says otherwise; `where` is the operator it looks for."""
 
     name = "wrong"
+    stage = "overlap"
     exactness = "bitwise"
 
     def __call__(self, graph):
@@ -137,38 +138,31 @@ class Breaks(Wrong):
         return 1
 
 
-def with_pass(monkeypatch, p):
-    monkeypatch.setattr(passes_pipeline, "PIPELINE", (*passes_pipeline.PIPELINE, p))
-
-
-def test_a_graph_that_a_pass_broke_is_written_down(mesh, tmp_path, monkeypatch):
+def test_a_graph_that_a_pass_broke_is_written_down(mesh, tmp_path):
     """And found, with no option."""
-    with_pass(monkeypatch, Breaks())
     x = distribute_tensor(torch.ones(4), mesh, [S0])
     with pytest.raises(Exception, match="after pass 'breaks' the graph is not valid: %mul"):
-        compiled(lambda x: whole(x) * 2, dump=tmp_path)(x)
+        compiled(lambda x: whole(x) * 2, dump=tmp_path, passes=[..., Breaks()])(x)
     (written,) = (tmp_path / "rank0").glob("*/03_inference.02_breaks.txt")
     assert "%mul: f64[4]{R} = aten.mul.Tensor" in written.read_text()
 
 
 @INNER
-def test_verify_finds_a_pass_that_computes_something_else(mesh, monkeypatch, inner):
-    with_pass(monkeypatch, Wrong())
+def test_verify_finds_a_pass_that_computes_something_else(mesh, inner):
     x = distribute_tensor(torch.ones(4), mesh, [S0])
 
     def f(x):
         return whole(x) * 2
 
     with fresh_cache():
-        assert compiled(f, inner)(x).to_local().tolist() == [3.0] * 4
+        assert compiled(f, inner, passes=[..., Wrong()])(x).to_local().tolist() == [3.0] * 4
         torch.compiler.reset()
         message = "pass 'wrong', declared bitwise: computes other values: output 0 on rank 0 of 2"
         with pytest.raises(Exception, match=message):
-            compiled(f, inner, verify=True)(x)
+            compiled(f, inner, verify=True, passes=[..., Wrong()])(x)
 
 
-def test_verify_finds_it_in_the_backward(mesh, monkeypatch):
-    with_pass(monkeypatch, Wrong())
+def test_verify_finds_it_in_the_backward(mesh):
     x = distribute_tensor(torch.ones(4), mesh, [S0]).requires_grad_()
 
     class Doubling(torch.autograd.Function):
@@ -180,7 +174,7 @@ def test_verify_finds_it_in_the_backward(mesh, monkeypatch):
         def backward(ctx, grad):
             return grad * 2
 
-    out = compiled(lambda x: Doubling.apply(whole(x)), verify=True)(x)
+    out = compiled(lambda x: Doubling.apply(whole(x)), verify=True, passes=[..., Wrong()])(x)
     with pytest.raises(PassError, match="pass 'wrong'"):
         out.sum().backward()
 
@@ -216,7 +210,7 @@ def not_replayed(graph, message):
         assert replay.simulation(graph, "forward") is None
     with pytest.warns(UserWarning, match=message), statistics() as s:
         pipeline.optimise(graph, Options(verify=True))
-    assert s.records[0].passes[-1].name == "schedule"
+    assert s.records[0].passes[-1].name == "keep_order"
 
 
 def test_groups_of_a_mesh_of_two_axes(fake_mesh):

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,11 @@ import torch
 from dtensor.compile import Options
 from dtensor.compile.bisect import bisect
 from dtensor.compile.bisect.runs import RunFailed
-from dtensor.passes import PIPELINE
+from dtensor.passes import REGISTERED
 from dtensor.program import environment
+from tests.interpreter import python
 
-NAMES = [p.name for p in PIPELINE]
+NAMES = [p.name for p in REGISTERED if not p.required]
 ROOT = Path(__file__).parents[3]
 
 
@@ -165,7 +165,7 @@ class Processes:
         results = self.tmp_path / f"results{self.count}"
         results.mkdir()
         ours = {"PYTHONPATH": str(ROOT), "RESULTS": str(results), "DTENSOR_LINKS": ""}
-        command = [sys.executable, str(script), *arguments]
+        command = [python(), str(script), *arguments]
         done = subprocess.run(
             command, env={**os.environ, **ours, **variables}, capture_output=True, text=True, timeout=300
         )

@@ -21,6 +21,7 @@ from dtensor.compile.packages import archive
 from dtensor.compile.recording.imagined import imagined
 from dtensor.dispatch import registration
 from dtensor.testing import run_ranks
+from tests.interpreter import python
 
 from . import programs
 
@@ -218,7 +219,7 @@ def test_what_is_typed_in_is_left_out(safe_folder):
         "    def forward(self, x): return x.sin() + 1\n"
         f"with dtensor.compile.packaging({str(safe_folder / 'typed.package')!r}): torch.compile(Net())(torch.ones(3))\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([python(), "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=300)
     assert "Net.forward is written in a shell or notebook" in done.stderr
     assert "put it into a file" in done.stderr
 

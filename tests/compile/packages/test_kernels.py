@@ -1,13 +1,13 @@
 """Libraries of kernels: of a package, and those that a killed process left half written, which are built again."""
 
 import subprocess
-import sys
 from unittest import mock
 
 import pytest
 from torch._inductor.codecache import CppCodeCache
 
 from dtensor.torch_private import kernels
+from tests.interpreter import python
 
 PROGRAM = """
 import torch
@@ -20,7 +20,7 @@ print(torch.compile(lambda x: (x * 3).sin() + x.cos())(torch.arange(64.0)).sum()
 @pytest.mark.nightly
 def test_it_is_built_again(own_caches):
     def run():
-        done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=200)
+        done = subprocess.run([python(), "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=200)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

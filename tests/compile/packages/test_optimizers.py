@@ -2,7 +2,6 @@
 
 import gc
 import subprocess
-import sys
 import weakref
 
 import pytest
@@ -15,6 +14,7 @@ import dtensor.compile
 from dtensor import PackageError
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.torch_private import frames, optimizers
+from tests.interpreter import python
 
 from . import programs
 from .test_fit import job
@@ -402,7 +402,7 @@ def test_the_command(safe_folder, own_caches, monkeypatch):
     script.write_text(PROGRAM)
 
     def run(*command):
-        return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, timeout=300)
+        return subprocess.run([python(), *command], capture_output=True, text=True, check=False, timeout=300)
 
     made = run("-m", "dtensor", "package", str(path), str(script))
     assert made.returncode == 0, made.stderr

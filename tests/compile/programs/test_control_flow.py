@@ -19,7 +19,7 @@ from dtensor import (
     init_device_mesh,
 )
 from dtensor.compile import statistics
-from dtensor.compile.backends.insert_agreement import overheard
+from dtensor.compile.backends.compare_ranks import overheard
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.testing import with_ranks
 

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import warnings
 
 import pytest
@@ -18,6 +17,7 @@ from dtensor.compile import statistics
 from dtensor.compile.recording import bytecode
 from dtensor.compile.recording.bytecode import decompiled
 from dtensor.torch_private.compiling import dynamo_counters
+from tests.interpreter import python
 
 R, S0 = Replicate(), Shard(0)
 ALWAYS = {"01_dynamo.txt", "bytecode.py", "guards.txt", "manifest.json", "trace.json"}
@@ -26,6 +26,7 @@ TRAINED = {
     "02_joint.01_cancel_gather_shard.txt",
     "03_forward.00_input.txt",
     "03_forward.01_lower.txt",
+    "03_forward.02_agree.txt",
     "03_forward.inner.txt",
     "04_backward.00_input.txt",
     "04_backward.inner.txt",
@@ -68,7 +69,7 @@ def test_option(mesh, tmp_path):
     found = frames(tmp_path)
     assert list(found) == ["000_there_and_back", "001_there_and_back", "002_there_and_back"]
     assert found["000_there_and_back"] == found["001_there_and_back"] == ALWAYS | TRAINED
-    inference = {"03_inference.00_input.txt", "03_inference.01_lower.txt", "03_inference.inner.txt"}
+    inference = {f"03_inference.{stage}.txt" for stage in ("00_input", "01_lower", "02_agree", "inner")}
     assert found["002_there_and_back"] == ALWAYS | inference | {"recompiled.txt"}
     first = tmp_path / "rank0" / "000_there_and_back"
     lines = calls(first / "02_joint.00_input.txt")
@@ -134,7 +135,7 @@ def test_environment(tmp_path):
     """Read at import: the first frame is written as a whole, plain tensors too."""
     code = "import torch, dtensor; torch.compile(lambda x: x + 1, backend='aot_eager')(torch.ones(2))"
     env = dict(os.environ, DTENSOR_DUMP=str(tmp_path))
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True)
+    subprocess.run([python(), "-c", code], env=env, check=True, capture_output=True)
     (files,) = frames(tmp_path).values()
     assert files == ALWAYS | {"03_inference.00_input.txt", "03_inference.inner.txt"}
 
@@ -175,7 +176,7 @@ with fake_ranks(2), warnings.catch_warnings(record=True) as caught:
 @pytest.mark.nightly
 def test_a_full_disk_is_one_warning(tmp_path):
     """Files of at most 300 bytes: what fits is there, what does not has left nothing, and the program goes on."""
-    done = subprocess.run([sys.executable, "-c", FULL, tmp_path], check=True, capture_output=True, text=True)
+    done = subprocess.run([python(), "-c", FULL, tmp_path], check=True, capture_output=True, text=True)
     grad, text, sizes = json.loads(done.stdout)
     expected = torch.ones(2, requires_grad=True)
     (expected * 2).sin().cos().sum().backward()

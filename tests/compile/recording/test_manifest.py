@@ -15,15 +15,14 @@ from dtensor.compile.estimates.timeline import timeline
 from dtensor.compile.estimates.traffic import sent, traffic
 from dtensor.compile.recording import frames
 from dtensor.compile.recording.logs import LOG
-from dtensor.compile.recording.node_remarks import place
 from dtensor.compile.reports import lockfile
 from dtensor.compile.reports.differences import differences
 from dtensor.compile.reports.reading import Dumped, read
 from dtensor.compile.reports.summary import changed, most_exposed, seconds, summary, what, who
-from dtensor.layout.cost import DEFAULT, terms
 from dtensor.mesh.mesh import facts
 from dtensor.parallel.fsdp.sharded_module import sharded_class
-from dtensor.passes.graph.source import module, module_class, source
+from dtensor.passes.graph.source import module, module_class, place, source
+from dtensor.prices.links import DEFAULT, terms
 from dtensor.torch_private.core import c10d, make_fx
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -189,7 +188,7 @@ def test_estimates_add_no_guards(mesh):
 def test_products_are_counted(group):
     graph = traced(lambda x, y: x @ y, (4, 8), (8, 2))
     (mm,) = [node for node in graph.nodes if node.op == "call_function"]
-    assert estimate._flops(mm) == 2 * 4 * 8 * 2
+    assert estimate.flops_of(mm) == 2 * 4 * 8 * 2
 
 
 def test_timeline_of_a_start_and_a_wait(group, monkeypatch):
@@ -238,7 +237,8 @@ def test_a_part_of_a_tensor_is_read_in_part(group):
     """Products with two slices of one buffer read the buffer once together, not each."""
     graph = traced(lambda x, y: (x[:8] @ y, x[8:] @ y), (64, 64), (64, 64))
     first, second = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
-    assert [estimate._moved(n) for n in (first, second)] == [4 * 64 * (8 + 64 + 8), 4 * 64 * (56 + 64 + 56)]
+    moved = estimate.moved(graph)
+    assert [moved[n].moved for n in (first, second)] == [4 * 64 * (8 + 64 + 8), 4 * 64 * (56 + 64 + 56)]
 
 
 def test_two_collectives_queue(group, monkeypatch):

@@ -16,6 +16,7 @@ from dtensor.compile.recording.imagined import imagined
 from dtensor.compile.reports.inspection import clear, inspect
 from dtensor.compile.reports.reading import read
 from dtensor.tools.cli import main
+from tests.interpreter import python
 
 FOREIGN = """
     import sys
@@ -50,7 +51,7 @@ FOREIGN = """
 
 def called(*arguments, **environment):
     """What the command prints, and its exit code."""
-    run = [sys.executable, "-m", "dtensor", *map(str, arguments)]
+    run = [python(), "-m", "dtensor", *map(str, arguments)]
     done = subprocess.run(run, capture_output=True, text=True, env=os.environ | environment)
     return done.stdout + done.stderr, done.returncode
 

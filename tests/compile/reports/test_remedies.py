@@ -12,8 +12,8 @@ from dtensor.compile.estimates.timeline import replayed
 from dtensor.compile.reports.reading import read
 from dtensor.compile.reports.remedies import Remedy, with_remedies
 from dtensor.compile.reports.summary import most_exposed, remedy, summary
-from dtensor.layout.cost import DEFAULT
 from dtensor.parallel import ColwiseParallel, MixedPrecisionPolicy, RowwiseParallel, fully_shard, parallelize_module
+from dtensor.prices.links import DEFAULT
 
 C = {
     "op": "all_reduce", "direction": "forward", "dtype": "float32", "shapes": [[64, 32]], "ranks": [0, 1], "asked": [0],

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dtensor import distribute_model, init_device_mesh
-from dtensor.layout.cost import Link
+from dtensor.prices.links import Link
 from dtensor.testing import ModelArgs, Transformer, run_threads
 
 SLOW, FAST = Link(alpha=5e-5, bandwidth=1e8, start=2e-5), Link(alpha=1e-7, bandwidth=1e12, start=1e-7)

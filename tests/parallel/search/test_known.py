@@ -5,8 +5,6 @@ import torch
 from torch import nn
 
 from dtensor import predict, search
-from dtensor.layout.cost import Network
-from dtensor.layout.machine import MACHINES
 from dtensor.parallel.search.best import SPARE
 from dtensor.parallel.search.choices import Choices
 from dtensor.parallel.search.engine import Engine
@@ -16,6 +14,8 @@ from dtensor.parallel.search.recording import record
 from dtensor.parallel.search.regime import Regime
 from dtensor.parallel.search.repeats import steps_of
 from dtensor.parallel.search.tensor_parallel import tensor_parallel
+from dtensor.prices.links import Network
+from dtensor.prices.machine import MACHINES
 
 from .programs import FAST, MODELS, made, trains_as_one_device
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from dtensor import Plan, Shard, predict
-from dtensor.layout.machine import MACHINES
 from dtensor.parallel.search.memory import Held, Memory, handing_all_on, packed
 from dtensor.parallel.search.tape import BORDER, Op, Value
+from dtensor.prices.machine import MACHINES
 
 N = 10
 """Operators; the last five are the backward."""
@@ -107,9 +107,9 @@ def test_what_the_forward_moves_is_saved_and_paid_once():
 
 
 def test_weights_are_gathered_again_where_the_backward_reads_them():
-    """Not that of the first layer, as its input has no gradient."""
-    model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]), torch.ones(512, 64)
+    """Not that of the first layer, as its input has no gradient, and not those of the last two, which stay gathered."""
+    model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(5)]), torch.ones(512, 64)
     for dim in (0, 1):
         plan = Plan({"tp": 2}, {"*.weight": {"tp": Shard(dim)}}, {"*.weight": {}}, {"tp": Shard(0)})
         moves = predict(model, {"tp": 2}, x, plan, machine=MACHINES["cpu"], device_type="cpu").prediction.moves
-        assert sum(n for _, op, a, b, n, _ in moves if a.startswith("S") and b == "R" and op == "aten.t") == 5
+        assert sum(n for _, op, a, b, n, _ in moves if a.startswith("S") and b == "R" and op == "aten.t") == 7

@@ -7,8 +7,6 @@ from hypothesis import given, settings
 from torch import nn
 
 from dtensor import PlacementError, Plan, Shard, predict
-from dtensor.layout.cost import Network
-from dtensor.layout.machine import MACHINES
 from dtensor.parallel.search.choices import Choices
 from dtensor.parallel.search.engine import Assignment, Engine
 from dtensor.parallel.search.naming import assignment_of, plan_of
@@ -17,6 +15,8 @@ from dtensor.parallel.search.repeats import steps_of
 from dtensor.parallel.search.states import fits
 from dtensor.parallel.search.tape import INPUT, PARAMETER
 from dtensor.parallel.whole_model.plan import Activation, matches
+from dtensor.prices.links import Network
+from dtensor.prices.machine import MACHINES
 
 from .programs import FAST, MODELS, made
 

@@ -11,13 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.cuts import CUTS
 from dtensor import Activation, PlacementError, Plan, Shard, distribute_model, init_device_mesh, predict, search
-from dtensor.layout.cost import Link
-from dtensor.layout.machine import MACHINES, Machine
 from dtensor.parallel.search.best import Best
 from dtensor.parallel.search.engine import Assignment, Run
 from dtensor.parallel.search.recording import record
 from dtensor.parallel.search.search import layers_of
 from dtensor.parallel.whole_model.plan import recomputed_of
+from dtensor.prices.links import Link
+from dtensor.prices.machine import MACHINES, Machine
 from dtensor.testing import run_threads, with_ranks
 
 from .programs import WithLoss, alone, made, on_ranks

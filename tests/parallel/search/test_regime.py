@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dtensor import Plan, Shard, distribute_model, init_device_mesh, predict, search
-from dtensor.layout.cost import Link
-from dtensor.layout.machine import Machine
+from dtensor.prices.links import Link
+from dtensor.prices.machine import Machine
 from dtensor.testing import with_ranks
 
 from .programs import alone, made, on_ranks

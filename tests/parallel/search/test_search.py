@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dtensor import Activation, PlacementError, Plan, Shard, distribute_model, predict, search
-from dtensor.layout.cost import Link
-from dtensor.layout.machine import MACHINES
+from dtensor.prices.links import Link
+from dtensor.prices.machine import MACHINES
 from dtensor.testing import with_ranks
 
 from .programs import FAST, MODELS, SLOW, made, trains_as_one_device
@@ -143,7 +143,7 @@ def test_memory_counts_what_is_gathered_and_what_is_sent():
 
 
 def test_parameters_are_gathered_in_the_forward_and_in_the_backward():
-    """But a table once: the backward does not read it."""
+    """But a table once, as the backward does not read it, and the last two once, as they stay gathered."""
     data, whole = {"tp": Shard(0)}, {"*.weight": {}}
     tokens = torch.zeros(32, 8, dtype=torch.long)
 
@@ -152,8 +152,8 @@ def test_parameters_are_gathered_in_the_forward_and_in_the_backward():
         moves = predict(model, {"tp": 2}, x, plan, machine=MACHINES["cpu"]).prediction.moves
         return {op: n for _, op, a, b, n, _ in moves if (a, b) == ("S(0)", "R")}
 
-    both = nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-    assert gathers(both, tokens) == {"aten.embedding": 1, "aten.t": 4}
+    both = nn.Sequential(nn.Embedding(512, 64), *[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    assert gathers(both, tokens) == {"aten.embedding": 1, "aten.t": 6}
 
 
 def test_memory_of_what_views_of_are_read():

@@ -6,9 +6,9 @@ import pytest
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.layout.cost import INTER, INTRA
 from dtensor.passes import MergeAxes, wire_bytes
 from dtensor.passes.graph import groups
+from dtensor.prices.links import INTER, INTRA
 
 
 def test_all_reduces(cube):

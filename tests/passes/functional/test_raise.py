@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.passes import CancelGatherShard, Lower, Raise, collectives, count, run, verify, wire_bytes
 from dtensor.passes.graph import ir
-from dtensor.passes.pipeline import copy_graph
+from dtensor.passes.graph.copying import copy_graph
 from dtensor.torch_private.core import c10d
 from dtensor.torch_private.core import functional_collectives as funcol
 

@@ -8,10 +8,10 @@ from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_
 from dtensor.compile import statistics
 from dtensor.compile.backends.inductor import trace_key
 from dtensor.compile.backends.run_passes import mesh_groups
-from dtensor.layout.cost import INTER, INTRA, Network
 from dtensor.mesh.mesh import facts, prepare
 from dtensor.passes import MeshGroups
 from dtensor.passes.graph import groups
+from dtensor.prices.links import INTER, INTRA, Network
 from dtensor.testing import fake_ranks, with_ranks
 
 CUBE = MeshGroups(

@@ -8,10 +8,10 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from dtensor.comm.collectives import ops
-from dtensor.layout.cost import Link
 from dtensor.passes import Bucket, Lower, count, run, wire_bytes
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.count import describe
+from dtensor.prices.links import Link
 from dtensor.torch_private.core import c10d
 
 

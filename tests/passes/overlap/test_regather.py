@@ -1,9 +1,10 @@
 """Which gathers of a joint graph are done again in the backward."""
 
+from expecttest import assert_expected_inline
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.comm.collectives import KEPT, ops
-from dtensor.passes import Regather
+from dtensor.passes import Regather, text
 from dtensor.passes.graph import ir
 
 
@@ -37,14 +38,29 @@ def layer(bench):
 
 def test_a_parameter_is_gathered_again_with_its_views(bench):
     gm = joint(bench, layer(bench), (4, 4), (4, 4), parameters=[0])
-    assert Regather(held=0)(gm.graph) == 1
+    assert bench.apply(Regather(held=0), gm) == 1
     assert marked(gm) == ["all_gather", "t"]
-    assert Regather(held=0)(gm.graph) == 0
+    assert_expected_inline(
+        text(gm, {bench.tp: "tp"}, lambda node: str(getattr(node.meta.get("recompute"), "name", ""))),
+        """\
+%w_1: f32[4,4] = placeholder
+%x_1: f32[4,4] = placeholder
+%all_gather: f32[8,4] = dtensor.all_gather(%w_1, 0, 8, tp)  # MUST_RECOMPUTE
+%t: f32[4,8] = aten.t(%all_gather)  # MUST_RECOMPUTE
+%mm: f32[4,8] = aten.mm(%x_1, %t)
+%mm_1: f32[4,8] = aten.mm(%x_1, %t)
+%sin: f32[4,8] = aten.sin(%mm_1)
+%t_1: f32[8,4] = aten.t(%sin)
+%mm_2: f32[4,4] = aten.mm(%mm, %t_1)
+%mm_3: f32[4,4] = aten.mm(%mm_2, %x_1)
+%mm_4: f32[4,8] = aten.mm(%mm_3, %t)
+return %mm_4""",
+    )
 
 
 def test_what_is_no_parameter_is_saved(bench):
     gm = joint(bench, layer(bench), (4, 4), (4, 4))
-    assert Regather(held=0)(gm.graph) == 0
+    assert bench.keeps(Regather(held=0), gm)
     assert marked(gm) == []
 
 

@@ -4,11 +4,11 @@ import os
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 from dtensor.runs.comparing.report import report
 from dtensor.testing import run_ranks
+from tests.interpreter import python
 from tests.runs.comparing import programs
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -67,8 +67,8 @@ def said(program, mode, **variables):
     """What the program prints at its end: the loss and the sums of its parameters, to the last bit."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("DTENSOR_RECORD", "RANK", "WORLD_SIZE"))}
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program), mode],
-        env=environment | {"PYTHONPATH": str(ROOT)} | variables,
+        [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program), mode],
+        env=environment | {"PYTHONPATH": str(ROOT), "PYTHON_EXEC": python()} | variables,
         capture_output=True,
         text=True,
     )

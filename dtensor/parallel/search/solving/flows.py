@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from ....layout.cost import Network
+from ....prices.links import Network
 from ..choices import Choices
 from ..regime import Regime, on_parts
 from ..states import Moves, State, first_start
@@ -99,7 +99,8 @@ class Flows:
             if t in self.all.reread and self.regime.training and not backward:
                 # The backward gathers it again, if it does not anyway for what is recomputed there.
                 forward, later = (max([u.times for u in by_phase.get(b, [])], default=0.0) for b in (False, True))
-                again = max(0.0, 1.0 - later / forward)
+                held = sum([self.all.which[v] is t for v in self.all.held]) / t.count
+                again = max(0.0, 1.0 - held - later / forward)
             self._shared(t, made, phase, Paid(self.all.beside(t, backward), backward, again, t.like.dtype.itemsize))
         for (g, p), n in self.all.gradients.items():
             if g is t:

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from ....prices.operators import is_elementwise
 from ..choices import Option
-from ..fusing import is_pointwise
 from ..states import State
 from ..steps import Step, Tensor
 from .tableau import Chosen
@@ -23,7 +23,7 @@ def leader_of(step: Step, made: Mapping[Tensor, Chosen]) -> list[Tensor] | None:
     for t in found:
         if t not in made or t.step is None or t.count != step.count or t.step.backward != step.backward:
             return None
-    if is_pointwise(step) and not step.in_place:
+    if is_elementwise(step.like.func) and not step.in_place:
         return found
     (t, *others), out = found, step.outputs[0]
     alone = not others and len(operands) == 1 and len(t.users) == 1 and not t.saved

@@ -10,12 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dtensor
 from dtensor import Partial, Replicate, init_device_mesh
-from dtensor.layout.cost import INTER, INTRA, Link
 from dtensor.layout.layout import Layout
 from dtensor.layout.planner import plan
-from dtensor.mesh.links import Measured, links_here, links_path, machine_key, read_links, save_links
 from dtensor.mesh.mesh import facts
+from dtensor.prices.calibrated import Measured, links_here, links_path, machine_key, read_links
+from dtensor.prices.links import INTER, INTRA, Link
 from dtensor.testing import with_ranks
+from dtensor.tools.calibration import save_links
 
 ONE = Link(alpha=1e-5, bandwidth=2e9, memory=3e9, launch=4e-6, start=5e-5)
 OTHER = Link(alpha=2e-5, bandwidth=1e9, memory=3e9, launch=4e-6, start=5e-5)

@@ -4,7 +4,6 @@ They are put into the graph with the agreement, so that code from caches, packag
 """
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,62 +13,49 @@ from torch import fx
 from dtensor.comm.profiled import Described, Graph, packed
 from dtensor.job.groups import canonical
 from dtensor.mesh.provenance import MOVE, TRACED
-from dtensor.passes.graph import ir
-from dtensor.passes.graph.count import describe
-from dtensor.passes.graph.source import module, source
 from dtensor.program.source_lines import is_users
-from dtensor.torch_private.phases import current
 
-from ..recording.frames import Frame, current_frame
-
-OURS = re.compile(r"^FSDP|(?<=forward)_\d+$")
-"""What this library adds to the names of classes and of their forwards."""
+from ..graph import ir
+from ..graph.count import describe
+from ..graph.source import module, source
+from ..stages import Compilation
 
 SHOWN = 3
 """Modules that the name of a bucket lists."""
 
 
-def graph_named(found: Sequence[tuple[fx.Node, str]], direction: str) -> str:
+def graph_named(found: Sequence[tuple[fx.Node, str]], compilation: Compilation) -> str:
     """Return the name of a graph and a `Described` of each of its collectives, in order, as `profiled.packed` text.
 
     Args:
         found: the collectives of a graph, each with its group.
-        direction: "forward", "backward" or "inference".
+        compilation: what is known of the graph.
     """
-    frame = current_frame()
-    name = frame_name(frame)
-    return packed(Graph(f"{direction} of {name}", [_described(node, group, direction, frame) for node, group in found]))
+    name = f"{compilation.graph} of {compilation.name}"
+    return packed(Graph(name, [_described(node, group, compilation) for node, group in found]))
 
 
-def frame_name(frame: Frame) -> str:
-    """The name of a compiled function as the program has it, such as "MLP.forward"."""
-    compilation = current()
-    name = frame.name if compilation is None else compilation.name.removesuffix(" (backward)")
-    return OURS.sub("", name)
-
-
-def _described(node: fx.Node, group: str, direction: str, frame: Frame) -> Described:
+def _described(node: fx.Node, group: str, compilation: Compilation) -> Described:
     info = describe(node)
     target: Any = node.target
     assert info is not None, "a collective of a graph is known"
     line = source(node)
-    name = frame_name(frame)
     return {
         "op": info.op,
         "move": str(node.meta.get(MOVE, "")),
         "axis": canonical(group).removeprefix("mesh."),
-        "of": _modules(node, frame),
+        "of": _modules(node, compilation),
         "line": str(line) if line is not None and is_users(line.file) else "",
-        "stage": direction,
-        "graph": name,
+        "stage": compilation.graph,
+        "graph": compilation.name,
         "carried": str(target._schema.name).split("::")[1],
         "elements": _elements(node),
     }
 
 
-def _modules(node: fx.Node, frame: Frame) -> str:
+def _modules(node: fx.Node, compilation: Compilation) -> str:
     """The module that a collective is for; of a bucket the number of tensors, and the first modules."""
-    asked = [frame.asked[n].module for n in node.meta.get(TRACED, ()) if n in frame.asked]
+    asked = [compilation.module_of(n) for n in node.meta.get(TRACED, ())]
     modules = list(dict.fromkeys([path for path in (*asked, module(node)) if path]))
     parts = len(node.meta.get(ir.PARTS, ()))
     shown = ", ".join(modules[:SHOWN]) + (", …" if len(modules) > SHOWN else "")
@@ -86,4 +72,4 @@ def _elements(node: fx.Node) -> int | None:
     return sum([math.prod(x.shape) for x in values if isinstance(x, torch.Tensor)])
 
 
-__all__ = ["frame_name", "graph_named"]
+__all__ = ["graph_named"]

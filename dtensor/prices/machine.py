@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .cost import Link
+from .links import Link
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,13 @@ class Machine:
         """Floating-point operations per second in `dtype`."""
         return self.half if dtype in (torch.float16, torch.bfloat16) else self.flops
 
-    def seconds(self, flops: float, moved: float, dtype: torch.dtype) -> float:
-        """Seconds of a kernel that computes `flops` and moves `moved` bytes; none if it does neither."""
+    def seconds(self, flops: float, moved: float, dtype: torch.dtype, launches: float = 1.0) -> float:
+        """Seconds of a kernel, or of a part of one, that computes `flops` and moves `moved` bytes; none if it does
+        neither."""
         if not flops and not moved:
             return 0.0
         computing = (flops + self.half_size) / self.peak(dtype) if flops else 0.0
-        return (max(computing, moved / self.memory) + self.launch) / self.efficiency
+        return (max(computing, moved / self.memory) + launches * self.launch) / self.efficiency
 
 
 MACHINES = {

@@ -11,15 +11,14 @@ import os
 import platform
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
-from ..layout.cost import INTER, INTRA, Link
-from ..layout.machine import Machine
-from ..program.files import write_whole
+from .links import INTER, INTRA, Link
+from .machine import Machine
 
 SWITCH = "DTENSOR_LINKS"
 """The environment variable that names the file; set but empty, it turns the file off."""
@@ -126,21 +125,6 @@ def _machine(constants: Mapping[str, Any]) -> Machine:
     return Machine(**numbers)
 
 
-def save_links(path: Path, key: str, measured: Measured) -> None:
-    """Add measured links to the file and keep its other entries. The file is replaced atomically.
-
-    Raises:
-        ValueError: The file is damaged or is some other file; it is left as it is.
-        OSError: It cannot be written.
-    """
-    entries = read_links(path)
-    old = entries.get(key, Measured())
-    entries[key] = Measured(measured.inter or old.inter, measured.intra or old.intra, measured.machine or old.machine)
-    links = {k: {kind: c for kind, c in asdict(m).items() if c is not None} for k, m in sorted(entries.items())}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({"format": FORMAT, "units": UNITS, "links": links}, indent=2))
-
-
 def links_here(backend: str, device_type: str) -> Measured:
     """The links that the file holds for this machine; none, with a warning, if it cannot be read."""
     path = links_path()
@@ -156,6 +140,7 @@ def links_here(backend: str, device_type: str) -> Measured:
 
 
 __all__ = [
+    "FORMAT",
     "KINDS",
     "MACHINE",
     "SWITCH",
@@ -165,5 +150,4 @@ __all__ = [
     "links_path",
     "machine_key",
     "read_links",
-    "save_links",
 ]

@@ -1,0 +1,1 @@
+"""What others need of a graph: torch's partitioner, Inductor, the other ranks, and a recorder."""

@@ -1,0 +1,67 @@
+"""Pinning: keeps the order that `schedule` gave to collectives and computations when Inductor compiles the graph."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph import ir, ordered
+from ..stages import Compilation, Pass
+
+aten: Any = torch.ops.aten
+
+LONG = frozenset(
+    (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default)
+)
+"""Calls of library kernels that take long and are not fused with others."""
+
+
+class Pin(Pass):
+    """Makes the long computations between a start and its wait run there.
+
+    Before:
+
+        %all_reduce: f32[4,4] = _c10d_functional.all_reduce(%x, 'sum', tp)
+        %mm: f32[4,4] = aten.mm(%y, %z)
+        %wait_tensor: f32[4,4] = _c10d_functional.wait_tensor(%all_reduce)
+
+    After:
+
+        %all_reduce: f32[4,4] = _c10d_functional.all_reduce(%x, 'sum', tp)
+        %mm: f32[4,4] = aten.mm(%y, %z) after [%all_reduce]
+        %wait_tensor: f32[4,4] = _c10d_functional.wait_tensor(%all_reduce) after [%mm]
+
+    Inductor reorders independent nodes to hold less memory, and so waits for a collective right after its start.
+    Long-running calls of library kernels, which Inductor does not fuse, anchor the order: the calls between a start and
+    its wait are made to depend on the start, and the wait on the last of them. Values stay the same.
+    """
+
+    name = "pin"
+    stage = "borders"
+    exactness = "bitwise"
+    when = "where Inductor compiles what `schedule` ordered"
+
+    def taking(self, compilation: Compilation) -> Pass | None:
+        return self if compilation.inner == "inductor" and "schedule" in compilation.passes else None
+
+    def __call__(self, graph: fx.Graph) -> int:
+        nodes = list(graph.nodes)
+        place = {node: k for k, node in enumerate(nodes)}
+        later: dict[fx.Node, list[fx.Node]] = {}
+        pairs = 0
+        for start in nodes:
+            wait = ir.only_user(start) if start.target in ir.STARTS else None
+            if wait is None or wait.target is not ir.WAIT:
+                continue
+            between = [node for node in nodes[place[start] : place[wait]] if node.target in LONG]
+            if between:
+                for node in between:
+                    later.setdefault(node, []).append(start)
+                later.setdefault(wait, []).append(between[-1])
+                pairs += 1
+        if pairs:
+            ordered.after(graph, dict(sorted(later.items(), key=lambda item: place[item[0]])))
+        return pairs
+
+
+__all__ = ["LONG", "Pin"]

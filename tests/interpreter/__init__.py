@@ -1,0 +1,39 @@
+"""Python for programs that tests run by themselves: `python()` in place of `sys.executable`.
+
+A new interpreter takes three seconds to import torch and its compilers, which a program of a test then uses for less.
+`python()` gives the path of an executable that takes the arguments of Python and behaves as it: output, exit code,
+environment, working directory, signals. The program runs in a process that a server (`server`) has forked, in which
+torch has been imported, and this library has not: it reads its environment anew. torchrun starts its workers so where
+`PYTHON_EXEC` names the executable.
+"""
+
+import atexit
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def python() -> str:
+    """The path of an executable that runs programs as this Python does. The server ends with this process."""
+    if sys.platform != "linux":
+        return sys.executable
+    folder = Path(tempfile.mkdtemp(prefix="python-"))
+    path = folder / "python"
+    path.write_text(f"#!{sys.executable} -IS\nSOCKET = {str(folder / 'socket')!r}\n{(HERE / 'client.py').read_text()}")
+    path.chmod(0o700)
+    how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {**os.environ}}
+    how["env"].pop("PYTHONPATH", None)
+    server = subprocess.Popen([sys.executable, str(HERE / "server.py"), str(folder)], **how)
+    atexit.register(server.communicate)
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n", "the server of interpreters did not start"
+    return str(path)
+
+
+__all__ = ["python"]
