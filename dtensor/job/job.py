@@ -21,7 +21,7 @@ ended, so that torchrun starts it anew.
 
 Keys in the store, of this round of the job only (`elastic`), under `dtensor/job/`:
 
-    alive/{rank}     what the rank does (`dtensor.job.waits.State`), with a number that grows; ENDED when it ends
+    alive/{rank}     what the rank does (`dtensor.job.waits.RankState`), with a number that grows; ENDED when it ends
     process/{rank}   a name of its process, by which ranks on the same host see whether it runs
     failures         number of failures
     raised/{k}       how many ranks raised the k-th failure by themselves
