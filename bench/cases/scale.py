@@ -56,7 +56,7 @@ LOOPBACK = "loopback"
 
 def measured_link() -> Link:
     """Measure and return the link between two processes on this machine."""
-    options = calibration.Options(sizes=tuple(4**k for k in range(5, 12)), rounds=5)
+    options = calibration.CalibrationOptions(sizes=tuple(4**k for k in range(5, 12)), rounds=5)
     return on_ranks(_calibrated, 2, options)
 
 

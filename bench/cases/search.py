@@ -37,7 +37,7 @@ from dtensor import (
 from dtensor.layout.placements import Placement
 from dtensor.mesh.mesh import facts
 from dtensor.parallel.search.best import SPARE
-from dtensor.tools.calibration import Options, fit, measure
+from dtensor.tools.calibration import CalibrationOptions, fit, measure
 from dtensor.tools.processor import measure as measure_processor
 
 from .. import namespaces
@@ -249,7 +249,7 @@ def on_rank(
 
 def calibrated(mesh: Any) -> None:
     """Measure the links along the axes of a mesh, for engine, passes and search. All ranks take those of the first."""
-    amount = Options(sizes=tuple([4**k for k in range(5, 12)]))
+    amount = CalibrationOptions(sizes=tuple([4**k for k in range(5, 12)]))
     links = [fit(measure(facts(mesh).groups[(axis,)], amount, quiet=True)) for axis in range(mesh.ndim)]
     dist.broadcast_object_list(links)
     prepare(mesh, links=links)

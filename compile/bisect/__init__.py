@@ -5,8 +5,8 @@ A graph is bisected on simulated ranks (`graphs`), made small (`shrink`) and lef
 """
 
 from .blame import Blame
-from .graphs import Finding, examine
-from .runs import Comparison, Run, RunFailed, bisect
+from .graphs import GraphFinding, examine
+from .runs import BisectRun, Comparison, RunFailed, bisect
 from .watching import watch
 
-__all__ = ["Blame", "Comparison", "Finding", "Run", "RunFailed", "bisect", "examine", "watch"]
+__all__ = ["BisectRun", "Blame", "Comparison", "GraphFinding", "RunFailed", "bisect", "examine", "watch"]

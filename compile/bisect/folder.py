@@ -19,7 +19,7 @@ from dtensor.comm.start_collectives import OVER_GLOO
 from dtensor.passes import SplitBatch, text
 from dtensor.program.files import write_whole
 
-from .graphs import Finding
+from .graphs import GraphFinding
 from .program import NotRebuilt, Program
 from .written import function
 
@@ -61,7 +61,7 @@ CASE = {case}
 '''
 
 
-def write(finding: Finding, folder: Path) -> Path:
+def write(finding: GraphFinding, folder: Path) -> Path:
     """Write a finding to a folder, which is made if it does not exist, and return it.
 
     Raises:
@@ -84,7 +84,7 @@ def write(finding: Finding, folder: Path) -> Path:
     return folder
 
 
-def graph_file(finding: Finding, before: Program) -> str:
+def graph_file(finding: GraphFinding, before: Program) -> str:
     """Return the text of `graph.py`."""
     assert finding.small is not None
     labels = _labels(finding)
@@ -98,7 +98,7 @@ def graph_file(finding: Finding, before: Program) -> str:
     return GRAPH.format(name=finding.name, case=case(finding, labels), functions="\n\n\n".join(functions))
 
 
-def _labels(finding: Finding) -> dict[str, str]:
+def _labels(finding: GraphFinding) -> dict[str, str]:
     """A label for each group: that of the report if no other group has it, else the name."""
     given = finding.labels or {}
     names = list(finding.suspect.simulation.groups)
@@ -106,7 +106,7 @@ def _labels(finding: Finding) -> dict[str, str]:
     return {name: label if found.count(label) == 1 else name for name, label in zip(names, found)}
 
 
-def case(finding: Finding, labels: Mapping[str, str]) -> str:
+def case(finding: GraphFinding, labels: Mapping[str, str]) -> str:
     """Return an expression for the `Case` of a finding."""
     suspect = finding.suspect
     groups = {labels[name]: [list(row) for row in rows] for name, rows in suspect.simulation.groups.items()}

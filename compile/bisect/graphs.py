@@ -25,7 +25,7 @@ LINES = 60
 
 
 @dataclass(frozen=True)
-class Finding:
+class GraphFinding:
     """A pass that went wrong on a graph.
 
     Attributes:
@@ -107,7 +107,7 @@ def examine(
     labels: dict[str, str] | None = None,
     seconds: float = SECONDS,
     known: Container[str] = (),
-) -> Finding | None:
+) -> GraphFinding | None:
     """Run passes on a copy of `graph`, one after the other, and find the first that goes wrong.
 
     A pass goes wrong if it raises, if the graph is not valid after it or does not run on the simulated ranks, or if
@@ -143,7 +143,7 @@ def examine(
 
 
 class _Wrong(Exception):
-    def __init__(self, finding: Finding) -> None:
+    def __init__(self, finding: GraphFinding) -> None:
         super().__init__(finding.name)
         self.finding = finding
 
@@ -156,7 +156,7 @@ class _Watched(Pass):
         rewrite = suspect.rewrite
         self.name, self.stage, self.exactness = rewrite.name, rewrite.stage, rewrite.exactness
         self.runs = 0
-        self.last: Finding | None = None
+        self.last: GraphFinding | None = None
 
     def __call__(self, graph: fx.Graph) -> int:
         before, self.runs = self.before(graph), self.runs + 1
@@ -170,7 +170,7 @@ class _Watched(Pass):
             self.reference[:] = [Reference(copy_graph(graph), self.suspect.simulation)]
             nothing = problem or Problem("endless", "it changes the graph in every round")
             after = self.reference[0].graph
-            self.last = Finding(self.where, self.suspect, self.runs - 1, nothing, before.graph, after)
+            self.last = GraphFinding(self.where, self.suspect, self.runs - 1, nothing, before.graph, after)
         if problem is not None and self.last is not None:
             raise _Wrong(self.last)
         return rewrites
@@ -191,7 +191,7 @@ class _Watched(Pass):
 
 def _found(
     graph: fx.Graph, simulation: Simulation, chosen: Sequence[Pass], meshes: tuple[MeshGroups, ...], where: str
-) -> Finding | None:
+) -> GraphFinding | None:
     seen = Seen.of(graph, traced=True)
     reference: list[Reference] = []  # shared: the graph as the last pass left it
     watched = [_Watched(Suspect(p, simulation, meshes), where, seen, reference) for p in chosen]
@@ -205,7 +205,7 @@ def _found(
     return None
 
 
-def _with_step(found: Finding) -> Finding:
+def _with_step(found: GraphFinding) -> GraphFinding:
     if found.problem.kind == "endless":
         return found
     step, names = first_wrong_step(found.suspect, found.before)
@@ -218,7 +218,7 @@ def _origins(graph: fx.Graph, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([origin for origin in found if origin]))
 
 
-def _made_small(found: Finding, seconds: float) -> Finding:
+def _made_small(found: GraphFinding, seconds: float) -> GraphFinding:
     if not seconds or found.problem.kind == "endless":
         return replace(found, why_not_small="rounds that do not end are not made small" if seconds else "no time given")
     try:
@@ -232,4 +232,4 @@ def _made_small(found: Finding, seconds: float) -> Finding:
     return replace(found, small=small, origins=tuple(dict.fromkeys([*found.origins, *names])))
 
 
-__all__ = ["Finding", "examine"]
+__all__ = ["GraphFinding", "examine"]

@@ -61,7 +61,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Step:
+class ProgramStep:
     """An input, or a call.
 
     Attributes:
@@ -93,7 +93,7 @@ class Step:
 class Program:
     """The steps of a graph in order, and what it returns."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     outputs: tuple[Any, ...]
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class Program:
     def pruned(self) -> "Program":
         """Leave out the steps whose value nothing needs. Calls with effects stay."""
         needed = set(refs(self.outputs))
-        kept: list[Step] = []
+        kept: list[ProgramStep] = []
         for step in reversed(self.steps):
             if step.name in needed or step.is_effect:
                 kept.append(step)
@@ -150,7 +150,7 @@ class Program:
         several = {s.name for s in self.steps if s.name in chosen and not isinstance(s.kind, Kind)}
         chosen |= {s.name for s in self.steps if s.target is getitem and set(refs(s.args)) & several}
         changed: dict[str, Any] = {}
-        kept: list[Step] = []
+        kept: list[ProgramStep] = []
         for step in self.steps:
             if step.name not in chosen or step.target is None:
                 kept.append(_substituted(step, changed))
@@ -158,7 +158,7 @@ class Program:
                 first = next(iter(refs(step.args)), None)
                 changed[step.name] = None if first is None else changed.get(first, Ref(first))
             elif isinstance(step.kind, Kind):
-                kept.append(Step(step.name, None, (), {}, step.kind, _of_input(step.meta), step.origin))
+                kept.append(ProgramStep(step.name, None, (), {}, step.kind, _of_input(step.meta), step.origin))
         return Program(tuple(kept), _replaced(self.outputs, changed)).pruned()
 
     def without(self, name: str, instead: str) -> "Program":
@@ -193,7 +193,7 @@ def _of_input(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {key: meta[key] for key in (PHASE, PART) if key in meta}
 
 
-def _substituted(step: Step, changed: Mapping[str, Any]) -> Step:
+def _substituted(step: ProgramStep, changed: Mapping[str, Any]) -> ProgramStep:
     if not changed or not set(refs((step.args, step.kwargs))) & changed.keys():
         return step
     return replace(step, args=_replaced(step.args, changed), kwargs=_replaced(step.kwargs, changed))
@@ -232,7 +232,7 @@ class _Opaque:
 class _Reader:
     def __init__(self) -> None:
         self.known: dict[fx.Node, Any] = {}
-        self.steps: list[Step] = []
+        self.steps: list[ProgramStep] = []
 
     def read(self, graph: fx.Graph) -> Program:
         for node in graph.nodes:
@@ -248,10 +248,12 @@ class _Reader:
             return _number(val)
         if node.op == "call_function" and self.is_known(node):
             args, kwargs = self.argument(tuple(node.args)), self.argument(dict(node.kwargs))
-            self.steps.append(Step(node.name, node.target, args, kwargs, _kind(val), self.notes(node), origin_of(node)))
+            self.steps.append(
+                ProgramStep(node.name, node.target, args, kwargs, _kind(val), self.notes(node), origin_of(node))
+            )
             return Ref(node.name)
         if isinstance(val, torch.Tensor):
-            self.steps.append(Step(node.name, None, (), {}, _kind(val), self.notes(node), origin_of(node)))
+            self.steps.append(ProgramStep(node.name, None, (), {}, _kind(val), self.notes(node), origin_of(node)))
             return Ref(node.name)
         return _Opaque()
 
@@ -345,4 +347,4 @@ def origin_of(node: fx.Node) -> str:
     return "; ".join([str(part) for part in (module(node), source(node)) if part])
 
 
-__all__ = ["Kind", "NotRebuilt", "Program", "Ref", "Step", "refs", "walked"]
+__all__ = ["Kind", "NotRebuilt", "Program", "ProgramStep", "Ref", "refs", "walked"]

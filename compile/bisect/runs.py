@@ -31,7 +31,7 @@ class RunFailed(Exception):
     """A run of the program failed; the message says how. It counts as a difference."""
 
 
-class Run(Protocol):
+class BisectRun(Protocol):
     """Runs a program in processes of its own."""
 
     def __call__(self, script: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> Path:
@@ -48,7 +48,7 @@ Comparison = Callable[[Path, Path], str | None]
 """Compares the folders of two runs, the right one first; returns what differs, in words, or None."""
 
 
-def bisect(script: Path, arguments: Sequence[str], out: Path, *, run: Run, differs: Comparison) -> Blame:
+def bisect(script: Path, arguments: Sequence[str], out: Path, *, run: BisectRun, differs: Comparison) -> Blame:
     """Find who is to blame if a compiled run of a program differs from an eager one.
 
     Args:
@@ -68,7 +68,7 @@ def bisect(script: Path, arguments: Sequence[str], out: Path, *, run: Run, diffe
 
 
 class _Bisection:
-    def __init__(self, script: Path, arguments: Sequence[str], out: Path, run: Run, differs: Comparison) -> None:
+    def __init__(self, script: Path, arguments: Sequence[str], out: Path, run: BisectRun, differs: Comparison) -> None:
         self.script, self.arguments, self.out, self.run, self.differs = script, arguments, out, run, differs
         self.runs: list[tuple[str, str | None]] = []
         self.findings = _new_folder(out)
@@ -161,4 +161,4 @@ def pass_of(folder: Path) -> str:
     return folder.name.split("_", 2)[2]
 
 
-__all__ = ["Comparison", "Run", "RunFailed", "bisect", "pass_of"]
+__all__ = ["BisectRun", "Comparison", "RunFailed", "bisect", "pass_of"]

@@ -13,7 +13,7 @@ from dtensor.passes.graph import ir
 from dtensor.passes.graph.count import CollectiveInfo
 from dtensor.torch_private.core import OpOverload
 
-from .program import Kind, Program, Ref, Step
+from .program import Kind, Program, ProgramStep, Ref
 from .rebuild import COLLECTIVES
 
 TAKEN = frozenset(
@@ -46,7 +46,7 @@ class _Writer:
             yield f"    {self.names[step.name]} = {self.made(step)}{remark}"
         yield f"    return g.output({', '.join([self.literal(x) for x in self.program.outputs])})"
 
-    def made(self, step: Step) -> str:
+    def made(self, step: ProgramStep) -> str:
         """The call of the builder."""
         meta = {key: self._labelled(key, item) for key, item in step.meta.items()}
         if step.target is None:

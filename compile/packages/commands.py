@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from dtensor.errors import PackageError
 
 from ..recording.imagined import imagined, run_script
-from ..recording.mesh_option import Mesh
+from ..recording.mesh_option import MeshOption
 from .package import packaging
 
 OURS = -1
@@ -42,7 +42,9 @@ def _after_each_step(call: Callable[..., None]) -> Iterator[None]:
 
 
 @click.command("package", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--mesh", type=Mesh(), help="Axis sizes of a mesh that is not there; this process runs as its rank 0.")
+@click.option(
+    "--mesh", type=MeshOption(), help="Axis sizes of a mesh that is not there; this process runs as its rank 0."
+)
 @click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, help="Steps of the optimizer.")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))

@@ -55,7 +55,7 @@ class NotPortable(Exception):
 
 
 @dataclass(frozen=True)
-class Lines:
+class SourceLines:
     """A stretch of source that was compiled.
 
     Attributes:
@@ -104,7 +104,7 @@ class Entry:
     function: str
     module: str
     digest: str
-    lines: tuple[Lines, ...] = field(repr=False)
+    lines: tuple[SourceLines, ...] = field(repr=False)
     guards: bytes = field(repr=False)
     identities: tuple[Identity, ...] = field(repr=False)
     optimizers: tuple[Stepped, ...] = field(repr=False)
@@ -246,7 +246,7 @@ def _files() -> Iterator[tuple[str, str]]:
             yield name, path
 
 
-def _lines(codes: Sequence[types.CodeType]) -> Iterator[Lines]:
+def _lines(codes: Sequence[types.CodeType]) -> Iterator[SourceLines]:
     names: dict[str, str] = {}
     for name, path in _files():
         names.setdefault(path, name)
@@ -260,7 +260,7 @@ def _lines(codes: Sequence[types.CodeType]) -> Iterator[Lines]:
                 "has changed; put it into a file"
             )
         first, last = code.co_firstlineno, _last_line(code)
-        yield Lines(module, code.co_qualname, first, last, _hash(code.co_filename, first, last))
+        yield SourceLines(module, code.co_qualname, first, last, _hash(code.co_filename, first, last))
 
 
 def _is_typed_in(code: types.CodeType) -> bool:
@@ -371,5 +371,5 @@ def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
     return frame_data.install(frame, manager, _located(frame_data.from_data(entry.code), file), resumed, backends), ""
 
 
-__all__ = ["Entry", "Lines", "NotPortable", "Noted", "as_libraries", "by_reference", "changed_settings"]
+__all__ = ["Entry", "NotPortable", "Noted", "SourceLines", "as_libraries", "by_reference", "changed_settings"]
 __all__ += ["changed_source", "libraries", "put_together", "reported", "settings", "take_apart"]

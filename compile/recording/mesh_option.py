@@ -5,7 +5,7 @@ import re
 import click
 
 
-class Mesh(click.ParamType):
+class MeshOption(click.ParamType):
     """Sizes of mesh axes: `dp=128,tp=8`."""
 
     name = "axis=size,..."
@@ -19,4 +19,4 @@ class Mesh(click.ParamType):
         return {m[1]: int(m[2]) for m in found if m}
 
 
-__all__ = ["Mesh"]
+__all__ = ["MeshOption"]

@@ -16,7 +16,7 @@ import click
 from dtensor.program.files import write_whole
 
 from ..recording.imagined import imagined
-from ..recording.mesh_option import Mesh
+from ..recording.mesh_option import MeshOption
 from . import lockfile
 from .differences import differences
 from .inspection import clear, inspect, wait_for_others
@@ -33,7 +33,7 @@ RUNS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 @click.command("inspect", context_settings=RUNS)
 @click.option("--output", "-o", type=click.Path(path_type=Path), default=OUTPUT, show_default=True, help="Dump folder.")
 @click.option("--nproc", type=click.IntRange(min=1), help="Number of processes to start with torchrun.")
-@click.option("--mesh", type=Mesh(), help="Axis sizes of a simulated mesh; one process runs as its rank 0.")
+@click.option("--mesh", type=MeshOption(), help="Axis sizes of a simulated mesh; one process runs as its rank 0.")
 @click.option("--dynamic", is_flag=True, help="Make sizes symbolic, so that costs are formulas in them.")
 @click.option("--most", type=click.IntRange(min=1), default=MOST, show_default=True, help="Collectives to name.")
 @click.option("--measure", type=click.IntRange(min=0), default=0, help="Steps to measure, with torch.profiler.")

@@ -21,7 +21,7 @@ from dtensor.runs.comparing.comparison import Comparison
 from dtensor.runs.comparing.findings import Finding
 from dtensor.runs.comparing.pairs import LEAST, Pair
 from dtensor.runs.comparing.report import TITLES, placed, report, where_of, with_line
-from dtensor.runs.comparing.values import Value
+from dtensor.runs.comparing.values import RecordedValue
 
 from .rendering import rendered
 
@@ -49,7 +49,7 @@ class Point:
         findings: what is found about it.
     """
 
-    value: Value
+    value: RecordedValue
     pair: Pair | None
     findings: tuple[Finding, ...] = ()
 
@@ -96,12 +96,12 @@ def _points(c: Comparison) -> list[Point]:
     return [point for _, point in sorted([*found, *alone], key=lambda entry: entry[0])]
 
 
-def _of_value(v: Value) -> dict[str, Any]:
+def _of_value(v: RecordedValue) -> dict[str, Any]:
     dtype = f"{v.dtype}{list(v.first['g'])}"
     return {name: getattr(v, name) for name in NAMES} | {"number": v.first["n"], "type": dtype}
 
 
-def _alone(run: str, values: Sequence[Value]) -> list[dict[str, Any]]:
+def _alone(run: str, values: Sequence[RecordedValue]) -> list[dict[str, Any]]:
     return [_of_value(v) | {"run": run, "b": placed(v)} for v in values]
 
 

@@ -17,7 +17,7 @@ from dtensor.torch_private.compiling import symbolic_sizes
 from ..recording.folder import rank_folder
 from ..recording.imagined import run_script
 from ..recording.watch_compiles import dump
-from .measuring import Steps, measuring
+from .measuring import MeasuredSteps, measuring
 
 DONE = "finished.txt"
 """The file that a rank writes when its program has finished."""
@@ -28,7 +28,7 @@ PATIENCE = 30.0
 
 def inspect(
     script: Path, arguments: Sequence[str], folder: Path, dynamic: bool = False, measure: int = 0
-) -> Steps | None:
+) -> MeasuredSteps | None:
     """Run a program and dump what it compiles.
 
     Args:

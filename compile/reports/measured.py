@@ -46,7 +46,7 @@ SENT, KERNEL, NCCL = "gloo:", "kernel", "nccl"
 
 
 @dataclass(frozen=True)
-class Run:
+class GraphRun:
     """One run of a graph.
 
     Attributes:
@@ -80,7 +80,7 @@ def events_of(path: Path) -> list[Slice]:
         ) from error
 
 
-def runs(events: Sequence[Slice], manifests: Sequence[dict[str, Any]]) -> Iterator[Run]:
+def runs(events: Sequence[Slice], manifests: Sequence[dict[str, Any]]) -> Iterator[GraphRun]:
     """Yield the runs of the graphs of some frames that are in a profile."""
     frames = {m["frame"]["compile_id"].strip("[]"): k for k, m in enumerate(manifests)}
     profile, numbered = _Profile(events), dict[Any, int]()
@@ -109,7 +109,7 @@ class _Profile:
                 self.launched.setdefault(e.args.get("External id"), []).append(e)
         self.computing = [e for e in kernels if not e.name.startswith(NCCL)]
 
-    def run(self, e: Slice, frame: int, direction: str, manifest: dict[str, Any]) -> Run | None:
+    def run(self, e: Slice, frame: int, direction: str, manifest: dict[str, Any]) -> GraphRun | None:
         """The run of a graph that `e` is; None if other collectives run in it than are in the graph."""
         order = manifest["graphs"].get(direction, {}).get("order")
         sent = [c for c in manifest["collectives"] if c["direction"] == direction]
@@ -125,7 +125,7 @@ class _Profile:
         free = [m for m in self.messages if e.start <= m.start <= e.end and not _within(m, inner, AGREE)]
         took = tuple([self.took(x, waits.get(k, []), free) for k, x in enumerate(starts)])
         agreeing = sum([x.seconds for x in inner if x.name == AGREE])
-        return Run(frame, direction, e.seconds, agreeing, took)
+        return GraphRun(frame, direction, e.seconds, agreeing, took)
 
     def took(self, start: Slice, waits: list[Slice], free: list[Slice]) -> tuple[float, float]:
         """Seconds of a collective, and how many of them are exposed. Its messages are taken out of `free`."""
@@ -171,7 +171,7 @@ def measured(events: Sequence[Slice], names: Sequence[str], manifests: Sequence[
         names: names of the frames.
         manifests: their manifests.
     """
-    found: dict[tuple[int, str], list[Run]] = {}
+    found: dict[tuple[int, str], list[GraphRun]] = {}
     for run in runs(events, manifests):
         found.setdefault((run.frame, run.direction), []).append(run)
     return {
@@ -207,4 +207,4 @@ def attach(found: dict[str, Any], names: Sequence[str], manifests: Sequence[dict
                 c["measured"] = took
 
 
-__all__ = ["FILE", "PROFILE", "Run", "attach", "events_of", "measured", "runs"]
+__all__ = ["FILE", "PROFILE", "GraphRun", "attach", "events_of", "measured", "runs"]

@@ -75,7 +75,7 @@ def _profiler() -> profile:
     return profile(activities=activities, acc_events=True)
 
 
-class Steps:
+class MeasuredSteps:
     """Profiles some steps of a program that ends each with `optimizer.step()`, from the first one after a step in which
     nothing was compiled.
 
@@ -128,13 +128,13 @@ class Steps:
 
 
 @contextmanager
-def measuring(wanted: int, root: Path) -> Iterator[Steps | None]:
+def measuring(wanted: int, root: Path) -> Iterator[MeasuredSteps | None]:
     """Measure `wanted` steps of what runs inside, and write the times to this rank's folder of the dump `root`; nothing
     where `wanted` is 0."""
     if not wanted:
         yield None
         return
-    steps = Steps(wanted)
+    steps = MeasuredSteps(wanted)
     hook = register_optimizer_step_post_hook(steps)
     try:
         yield steps
@@ -144,4 +144,4 @@ def measuring(wanted: int, root: Path) -> Iterator[Steps | None]:
     steps.write(rank_folder(root))
 
 
-__all__ = ["Steps", "measure", "measuring"]
+__all__ = ["MeasuredSteps", "measure", "measuring"]

@@ -21,7 +21,7 @@ ended, so that torchrun starts it anew.
 
 Keys in the store, of this round of the job only (`elastic`), under `dtensor/job/`:
 
-    alive/{rank}     what the rank does (`dtensor.job.waits.State`), with a number that grows; ENDED when it ends
+    alive/{rank}     what the rank does (`dtensor.job.waits.RankState`), with a number that grows; ENDED when it ends
     process/{rank}   a name of its process, by which ranks on the same host see whether it runs
     failures         number of failures
     raised/{k}       how many ranks raised the k-th failure by themselves
@@ -56,7 +56,7 @@ from .groups import all_calls
 from .waits import (
     ADVICE,
     Look,
-    State,
+    RankState,
     Waiting,
     foreign_wait,
     in_vain,
@@ -232,7 +232,7 @@ class Job:
             return _ended(rank, sign)
         if state == "running" or silent <= SILENCE:
             return ""
-        allowed = SILENCE + 2 * max(self._late, State.of(json.loads(sign)).late)
+        allowed = SILENCE + 2 * max(self._late, RankState.of(json.loads(sign)).late)
         silence = f"rank {rank} has given no sign of life for {silent:.0f} s"
         return f"{silence}: its process is stopped" if state else silence if silent > allowed else ""
 
@@ -341,7 +341,7 @@ class Job:
             if self._stop.wait(PULSE):
                 return
 
-    def _state(self) -> State:
+    def _state(self) -> RankState:
         """What this rank does, for the others."""
         groups, waits, frame = {}, eager.waits, sys._current_frames().get(self._main)
         for calls in all_calls():
@@ -359,7 +359,7 @@ class Job:
             found = foreign_wait(frame)
         place = "" if self.idle else place_of(frame)
         stage = "" if self.idle else now(self._main) or ("compiling" if is_compiling(frame) else "")
-        return State(self._beat, self._late, self.failures, place, stage, self._stuck, found, groups)
+        return RankState(self._beat, self._late, self.failures, place, stage, self._stuck, found, groups)
 
     def _place(self) -> tuple[int, int] | None:
         """The position of the main thread. It stays the same within one call, and while the rank waits to agree."""
@@ -370,7 +370,7 @@ class Job:
         """Whether the main thread compiles, which may take as long as it likes."""
         return is_compiling(sys._current_frames().get(self._main))
 
-    def _tell(self, state: State, look: Look) -> bool:
+    def _tell(self, state: RankState, look: Look) -> bool:
         """Let the lines of stages say for whom this rank waits, if it or one of those is at a stage. Whether it is."""
         late = missing(self.rank, state, look)
         told = bool(late) and bool(state.stage or any(look(rank).stage for rank in late))
@@ -381,7 +381,7 @@ class Job:
             waits("")
         return told
 
-    def _look_around(self, store: Any, state: State, look: Look, told: bool) -> None:
+    def _look_around(self, store: Any, state: RankState, look: Look, told: bool) -> None:
         """For a rank that has not moved for a while: end its wait if that is in vain, or say for whom it waits, unless
         that is `told`."""
         said = self.news or self._at_odds(store) or self._dead(store) or self._waits_in_vain(state, look, told)
@@ -395,7 +395,7 @@ class Job:
         self._have_news(said)
         self._break(said)
 
-    def _compare(self, store: Any, state: State) -> None:
+    def _compare(self, store: Any, state: RankState) -> None:
         """Compare the eager collectives begun with those of the next rank of each group."""
         look = self._others(store, state)
         for ranks in {ranks for ranks, begun, _, _ in state.groups.values() if begun and len(ranks) > 1}:
@@ -404,18 +404,18 @@ class Job:
             if not there.ended and (said := mixed_up(self.rank, state, other, there)):
                 return self._found(store, said)
 
-    def _others(self, store: Any, state: State) -> Look:
+    def _others(self, store: Any, state: RankState) -> Look:
         """The states of other ranks, read when they are asked for."""
 
         @cache
-        def look(rank: int) -> State:
+        def look(rank: int) -> RankState:
             if rank == self.rank:
                 return state
             return _published(self._sign(store, rank))
 
         return look
 
-    def _waits_in_vain(self, state: State, look: Look, told: bool) -> str:
+    def _waits_in_vain(self, state: RankState, look: Look, told: bool) -> str:
         """That this rank waits in vain; "" if it does not, or if that is not known for sure."""
         if state.waits is None:
             return ""
@@ -470,15 +470,15 @@ def _key(*parts: object) -> str:
     return "/".join(["dtensor/job", *map(str, parts)])
 
 
-def _published(sign: bytes) -> State:
+def _published(sign: bytes) -> RankState:
     """The state of which a rank's sign of life tells; one without a beat if it has given none."""
     if sign == ENDED.encode():
-        return State(ended=True)
-    return State.of(json.loads(sign)) if sign else State()
+        return RankState(ended=True)
+    return RankState.of(json.loads(sign)) if sign else RankState()
 
 
 def _ended(rank: int, sign: bytes) -> str:
-    last = State.of(json.loads(sign)).does()
+    last = RankState.of(json.loads(sign)).does()
     return f"rank {rank} has ended without a word: its process is gone. The last that is known: it {last}"
 
 

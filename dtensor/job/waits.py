@@ -52,11 +52,11 @@ class Waiting:
 
 
 Group = tuple[tuple[int, ...], int, int, list[tuple[int, int]]]
-"""What a rank publishes about one of its groups, see `State.groups`."""
+"""What a rank publishes about one of its groups, see `RankState.groups`."""
 
 
 @dataclass
-class State:
+class RankState:
     """What a rank publishes about itself.
 
     Attributes:
@@ -87,7 +87,7 @@ class State:
         return asdict(self)
 
     @classmethod
-    def of(cls, data: dict[str, Any]) -> "State":
+    def of(cls, data: dict[str, Any]) -> "RankState":
         """The state that `data` was made of."""
         waits = data["waits"]
         return cls(**{**data, "waits": waits and Waiting(**{**waits, "ranks": tuple(waits["ranks"])})})
@@ -103,11 +103,11 @@ class State:
         return f"waits in {self.waits.what}{at}" if self.waits else f"computes{at}"
 
 
-Look = Callable[[int], State]
+Look = Callable[[int], RankState]
 """Rank -> its state, one without a beat if it has published none."""
 
 
-def missing(rank: int, state: State, look: Look) -> list[int]:
+def missing(rank: int, state: RankState, look: Look) -> list[int]:
     """The ranks that `rank` waits for; empty if it computes or all have entered what it waits in."""
     waits = state.waits
     if waits is None:
@@ -150,14 +150,14 @@ def in_vain(rank: int, look: Look) -> list[int]:
     return [] if rank in goes_on else [rank, *sorted(r for r in waits_for if r not in goes_on and r != rank)]
 
 
-def _goes_on(state: State, waits_for: Sequence[int], goes_on: set[int]) -> bool:
+def _goes_on(state: RankState, waits_for: Sequence[int], goes_on: set[int]) -> bool:
     if state.ended:
         return False
     some = any if state.waits is not None and state.waits.kind == "torch" and waits_for else all
     return some(r in goes_on for r in waits_for)
 
 
-def mixed_up(rank: int, mine: State, other: int, there: State) -> str:
+def mixed_up(rank: int, mine: RankState, other: int, there: RankState) -> str:
     """The error for two ranks that have begun different eager collectives under the same number; "" if they have not.
 
     They were found in each other's place: what the two received since is wrong.
@@ -191,7 +191,7 @@ def vain_message(ranks: Sequence[int], look: Look) -> str:
     return _told({r: look(r) for r in ranks}, "ranks wait for each other in collectives that not all of them run")
 
 
-def late_message(rank: int, state: State, late: Sequence[int], look: Look) -> str:
+def late_message(rank: int, state: RankState, late: Sequence[int], look: Look) -> str:
     """The warning of a rank that waits for others which take their time."""
     return f"rank {rank} {state.does()} since {state.stuck:.0f} s: {whom(late, look)}"
 
@@ -206,13 +206,13 @@ SHOWN = 4
 """Number of ranks that a message names."""
 
 
-def _told(states: dict[int, State], why: str) -> str:
+def _told(states: dict[int, RankState], why: str) -> str:
     lines = [f"  rank {r} {_does(state)}" for r, state in sorted(states.items())[:SHOWN]]
     more = [f"  and {len(states) - SHOWN} more"] if len(states) > SHOWN else []
     return "\n".join([f"{why}:", *lines, *more, ADVICE])
 
 
-def _does(state: State) -> str:
+def _does(state: RankState) -> str:
     if state.ended:
         return "has left the program"
     return state.does() if state.beat else "has not made or joined a mesh"
@@ -260,7 +260,7 @@ def foreign_wait(frame: FrameType | None) -> Waiting | None:
 __all__ = [
     "ADVICE",
     "Look",
-    "State",
+    "RankState",
     "Waiting",
     "foreign_wait",
     "in_vain",

@@ -37,7 +37,7 @@ from torch.futures import Future
 from ..errors import CheckpointError
 from ..program.stages import Stage
 from .differences import MOST, differences
-from .index import DamagedError, Index, Part, read_index, write_index
+from .index import DamagedError, Index, StoredPart, read_index, write_index
 from .optimizers import give_back, to_load
 from .safetensors import raw_bytes
 
@@ -75,7 +75,7 @@ class Writer(StorageWriter):
                 crc32 = beside.submit(zlib.crc32, raw)
                 file.write(raw)
                 sizes = () if is_value else tuple(item.tensor_data.chunk.sizes)
-                part = Part(self.file, begin, len(raw), crc32.result(), sizes)
+                part = StoredPart(self.file, begin, len(raw), crc32.result(), sizes)
                 begin += len(raw)
                 results.append(WriteResult(item.index, part.length, part))
             file.flush()
@@ -87,7 +87,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = [result for of_rank in results for result in of_rank]
         tensors: dict[str, Any] = {}
-        values: dict[str, Part] = {}
+        values: dict[str, StoredPart] = {}
         for name, kind in metadata.state_dict_metadata.items():
             if isinstance(kind, TensorStorageMetadata):
                 tensors[name] = kind.properties.dtype, kind.size, {}
@@ -138,7 +138,7 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
-        wanted: dict[Part, list[Any]] = {}
+        wanted: dict[StoredPart, list[Any]] = {}
         for item in plan.items:
             wanted.setdefault(self.where[item.storage_index], []).append(item)
         with Stage("reading", inside=True) as stage:

@@ -38,7 +38,7 @@ class DamagedError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """The location of a value's bytes, or of those of a part of a tensor.
 
     Attributes:
@@ -89,10 +89,10 @@ class Index:
 
     files: dict[str, int]
     paths: dict[str, tuple[str | int, ...]]
-    tensors: dict[str, tuple[torch.dtype, torch.Size, dict[torch.Size, Part]]]
-    values: dict[str, Part]
+    tensors: dict[str, tuple[torch.dtype, torch.Size, dict[torch.Size, StoredPart]]]
+    values: dict[str, StoredPart]
 
-    def parts(self) -> Iterable[Part]:
+    def parts(self) -> Iterable[StoredPart]:
         """All parts in the files."""
         yield from self.values.values()
         for _, _, parts in self.tensors.values():
@@ -197,10 +197,10 @@ def covers(shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequence[
     return bool(held.all())
 
 
-def _part(entry: Mapping[str, Any], files: Mapping[str, int]) -> Part:
+def _part(entry: Mapping[str, Any], files: Mapping[str, int]) -> StoredPart:
     begin, length = _natural(entry["begin"]), _natural(entry["length"])
     _checked(entry, begin + length <= files[entry["file"]])
-    return Part(entry["file"], begin, length, _natural(entry["crc32"]), tuple(map(_natural, entry["sizes"])))
+    return StoredPart(entry["file"], begin, length, _natural(entry["crc32"]), tuple(map(_natural, entry["sizes"])))
 
 
 def _natural(n: Any) -> int:
@@ -213,4 +213,4 @@ def _checked(x: Any, fits: bool) -> Any:
     return x
 
 
-__all__ = ["INDEX", "DamagedError", "Index", "Part", "content_of", "covers", "read_index", "write_index"]
+__all__ = ["INDEX", "DamagedError", "Index", "StoredPart", "content_of", "covers", "read_index", "write_index"]

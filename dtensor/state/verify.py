@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .index import Part, read_index
+from .index import StoredPart, read_index
 
 
 def verify(
     folder: Path,
     share: tuple[int, int] = (0, 1),
-    shown: Callable[[list[Part]], Iterable[Part]] = iter,
+    shown: Callable[[list[StoredPart]], Iterable[StoredPart]] = iter,
 ) -> str:
     """Read every byte of a checkpoint and describe what is wrong with it; "" if nothing is.
 

@@ -1,7 +1,7 @@
 """The main loop of one rank: the process that `processes.run_ranks` starts.
 
-The process receives a `Job`, joins the process group, calls the function, and reports its progress through a pipe as
-pickled pairs: ("started", None), then ("returned", pickled value) or ("raised", `Failure`). When the parent writes
+The process receives a `ChildJob`, joins the process group, calls the function, and reports its progress through a pipe
+as pickled pairs: ("started", None), then ("returned", pickled value) or ("raised", `Failure`). When the parent writes
 `LEAVE`, it leaves the group, restores the state of the process (`renewal`), sends ("left", description of what could
 not be restored), and waits for the next job.
 """
@@ -91,7 +91,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class Job:
+class ChildJob:
     """A function for the ranks to run, and where to run it.
 
     Attributes:
@@ -129,8 +129,8 @@ class Failure:
 def rank_main(pipe: Connection) -> None:
     """Run the jobs that arrive through `pipe`, one after another, until its other end is closed.
 
-    A job is a pair (rank, `Job`). A rank that has finished stays in its process group until the parent writes `LEAVE`,
-    so that peers can still communicate with it. Dynamo does not time its guards in these processes.
+    A job is a pair (rank, `ChildJob`). A rank that has finished stays in its process group until the parent writes
+    `LEAVE`, so that peers can still communicate with it. Dynamo does not time its guards in these processes.
     """
     leave_guards_untimed()
     torch.manual_seed(0)  # torch seeds a process at random, and not all ranks are forked by the same one
@@ -154,7 +154,7 @@ def rank_main(pipe: Connection) -> None:
         dist.destroy_process_group()
 
 
-def _value(rank: int, job: Job) -> bytes:
+def _value(rank: int, job: ChildJob) -> bytes:
     job.around.enter(rank)
     function = job.function.load()
     arguments: tuple[Any, ...] = pickle.loads(job.arguments)
@@ -170,4 +170,4 @@ def received(pipe: Connection) -> bytes | None:
         return None
 
 
-__all__ = ["LEAVE", "STACKS_SIGNAL", "Failure", "Job", "Surroundings", "rank_main", "received"]
+__all__ = ["LEAVE", "STACKS_SIGNAL", "ChildJob", "Failure", "Surroundings", "rank_main", "received"]

@@ -25,7 +25,7 @@ from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..program.stages import Stage
-from .child import LEAVE, STACKS_SIGNAL, Failure, Job, Surroundings, rank_main
+from .child import LEAVE, STACKS_SIGNAL, ChildJob, Failure, Surroundings, rank_main
 from .references import FunctionReference
 
 PRELOADED = ["dtensor.compile", "dtensor.testing.child", "torch._inductor.compile_fx", "dtensor.testing.preloaded"]
@@ -101,7 +101,7 @@ def run_ranks(
     function = FunctionReference.of(fn)
     kept = None if fresh else _kept
     with tempfile.TemporaryDirectory(prefix="dtensor-ranks-") as folder:
-        job = Job(function, pickle.dumps(args), Surroundings.here(nproc, backend, timeout, folder))
+        job = ChildJob(function, pickle.dumps(args), Surroundings.here(nproc, backend, timeout, folder))
         ranks: list[_Rank] = []
         try:
             with ExitStack() as until_started:
@@ -229,7 +229,7 @@ class _Rank:
             case _:
                 self.failure = content
 
-    def stacks(self, job: Job) -> str:
+    def stacks(self, job: ChildJob) -> str:
         """Return the stacks that the rank wrote when signalled, or a sentence why there are none."""
         if self.done:
             return "is done\n"
@@ -247,7 +247,7 @@ def _receive(ranks: list[_Rank], deadline: float) -> list[_Rank]:
     return ready
 
 
-def _collect(ranks: list[_Rank], job: Job, until_started: ExitStack) -> None:
+def _collect(ranks: list[_Rank], job: ChildJob, until_started: ExitStack) -> None:
     """Wait for all ranks to return; raise on the first failure, and when the timeout has passed. `until_started` is
     closed when all have begun."""
     deadline = time.monotonic() + job.around.timeout
@@ -274,7 +274,7 @@ def _failed(ranks: list[_Rank]) -> RankError:
     return RankError(rank, text)
 
 
-def _timed_out(ranks: list[_Rank], job: Job) -> TimeoutError:
+def _timed_out(ranks: list[_Rank], job: ChildJob) -> TimeoutError:
     """Make every rank write its stacks, print them, and return the error that holds them."""
     for r in ranks:
         process = r.process.process

@@ -63,7 +63,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass(frozen=True)
-class Options:
+class CalibrationOptions:
     """What to measure.
 
     Attributes:
@@ -124,7 +124,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CalibrationOutcome:
     """The result of a calibration.
 
     Attributes:
@@ -140,7 +140,7 @@ class Outcome:
     machine: Machine | None = None
 
 
-def calibrate(options: Options) -> Outcome | None:
+def calibrate(options: CalibrationOptions) -> CalibrationOutcome | None:
     """Measure the links, fit their constants, and save them.
 
     Returns:
@@ -162,7 +162,7 @@ def calibrate(options: Options) -> Outcome | None:
         dist.destroy_process_group()
 
 
-def on_rank(rank: int, options: Options) -> Outcome | None:
+def on_rank(rank: int, options: CalibrationOptions) -> CalibrationOutcome | None:
     """Do the part of one rank in an initialised process group; return the outcome on rank 0, None on the others."""
     world = dist.get_world_size()
     per_host = int(os.environ.get(RANKS_PER_HOST, world))
@@ -183,10 +183,10 @@ def on_rank(rank: int, options: Options) -> Outcome | None:
         if path is not None and rank == host * per_host:
             save_links(path, key, Measured(**{f.kind: f.link for f in fits}, machine=machine))
         dist.barrier()
-    return Outcome(key, tuple(fits), path, machine) if rank == 0 else None
+    return CalibrationOutcome(key, tuple(fits), path, machine) if rank == 0 else None
 
 
-def measure(group: str, options: Options, label: str = "", quiet: bool = False) -> tuple[Timing, ...]:
+def measure(group: str, options: CalibrationOptions, label: str = "", quiet: bool = False) -> tuple[Timing, ...]:
     """Time each collective and a copy for each size on the ranks of `group`; all ranks of the world get the same times.
 
     All groups of the world measure at the same time, as they also communicate at the same time in a program, over links
@@ -339,5 +339,16 @@ def save_links(path: Path, key: str, measured: Measured) -> None:
     write_whole(path, json.dumps({"format": FORMAT, "units": UNITS, "links": links}, indent=2))
 
 
-__all__ = ["BACKENDS", "SIZES", "Fit", "Options", "Outcome", "Timing", "calibrate", "fit", "measure", "on_rank"]
-__all__ += ["save_links"]
+__all__ = [
+    "BACKENDS",
+    "SIZES",
+    "CalibrationOptions",
+    "CalibrationOutcome",
+    "Fit",
+    "Timing",
+    "calibrate",
+    "fit",
+    "measure",
+    "on_rank",
+    "save_links",
+]

@@ -26,11 +26,20 @@ from ..prices.links import Link
 from ..testing import RankError
 from ..testing.rules.operators_page import operators_page
 from .calibration import BACKENDS as DEVICES
-from .calibration import SIZES, Fit, calibrate
-from .calibration import Options as Calibration
-from .calibration import Outcome as Constants
+from .calibration import SIZES, CalibrationOptions, CalibrationOutcome, Fit, calibrate
 from .checkpoint_commands import checkpoint
-from .demo import BACKENDS, BATCH, HEADS, SEQ, Options, Outcome, Run, default_text, demonstrate, under_torchrun
+from .demo import (
+    BACKENDS,
+    BATCH,
+    HEADS,
+    SEQ,
+    DemoOptions,
+    DemoOutcome,
+    DemoRun,
+    default_text,
+    demonstrate,
+    under_torchrun,
+)
 from .demo_plans import PLANS
 from .plan_command import plan_command
 from .run_commands import COMMANDS as RUNS
@@ -104,7 +113,7 @@ def demo(
     """
     text = _text(data)
     _check_plot(plot)
-    options = Options(_processes(nproc, plan), plan, text, steps, backend, layers, seed, timeout, DTYPES[dtype])
+    options = DemoOptions(_processes(nproc, plan), plan, text, steps, backend, layers, seed, timeout, DTYPES[dtype])
     outcome = _carried_out(lambda: demonstrate(options))
     if outcome is None:
         return
@@ -152,7 +161,7 @@ def calibrate_command(
             "write a lower --nproc, or --device cpu"
         )
     _check_links_file()
-    options = Calibration(nproc, device, sizes, rounds, timeout)
+    options = CalibrationOptions(nproc, device, sizes, rounds, timeout)
     outcome = _carried_out(lambda: calibrate(options))
     if outcome is None:
         return
@@ -241,7 +250,7 @@ def _check_plot(plot: Path | None) -> None:
         raise click.BadParameter(f"there is no folder {plot.absolute().parent} to write to", param_hint="--plot")
 
 
-def report(options: Options, outcome: Outcome) -> str:
+def report(options: DemoOptions, outcome: DemoOutcome) -> str:
     """Return the text that `dtensor demo` prints."""
     rows = [
         ("", "loss", "", "tokens/s", "collectives", "", "bytes sent", ""),
@@ -264,11 +273,11 @@ def report(options: Options, outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _dtype(options: Options) -> str:
+def _dtype(options: DemoOptions) -> str:
     return "" if options.dtype == "float32" else f", computed in {options.dtype}"
 
 
-def _row(run: Run) -> tuple[str, ...]:
+def _row(run: DemoRun) -> tuple[str, ...]:
     counts, sent = zip(*[found or (None, None) for found in (run.traffic.forward, run.traffic.backward)])
     figures = [*map(_counted, counts), *("-" if n is None else f"{n:,}" for n in sent)]
     return (run.name, f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}", f"{run.speed:,.0f}", *figures)
@@ -289,7 +298,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def _draw(runs: tuple[Run, ...], path: Path) -> None:
+def _draw(runs: tuple[DemoRun, ...], path: Path) -> None:
     """Write the loss curves to `path`, in the image format of its suffix."""
     from matplotlib.figure import Figure  # optional, and slow to import
 
@@ -303,7 +312,7 @@ def _draw(runs: tuple[Run, ...], path: Path) -> None:
     _write(figure, path, "loss curves")
 
 
-def calibrated(options: Calibration, outcome: Constants) -> str:
+def calibrated(options: CalibrationOptions, outcome: CalibrationOutcome) -> str:
     """Return the text that `dtensor calibrate` prints."""
     lines = []
     for fit in outcome.fits:

@@ -1,8 +1,8 @@
 """The demo: a small language model, trained on one process, then sharded, then sharded and compiled.
 
-`demonstrate` starts the processes, or joins those that torchrun started, and runs `on_rank` in each. It returns an
-`Outcome`, which `cli` prints: the loss curves, which must agree, and the traffic and speed of each way of training. The
-demo uses the public API of the library, and `dtensor.testing` for the model and the processes.
+`demonstrate` starts the processes, or joins those that torchrun started, and runs `on_rank` in each. It returns a
+`DemoOutcome`, which `cli` prints: the loss curves, which must agree, and the traffic and speed of each way of training.
+The demo uses the public API of the library, and `dtensor.testing` for the model and the processes.
 """
 
 import importlib.util
@@ -41,7 +41,7 @@ BACKENDS = ("dtensor", "inductor", "eager")
 
 
 @dataclass(frozen=True)
-class Options:
+class DemoOptions:
     """What to demonstrate.
 
     Attributes:
@@ -76,7 +76,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Run:
+class DemoRun:
     """The result of one way of training.
 
     Attributes:
@@ -93,7 +93,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoOutcome:
     """The result of the demo, which rank 0 has.
 
     Attributes:
@@ -105,7 +105,7 @@ class Outcome:
         tolerance: the largest allowed difference.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[DemoRun, ...]
     difference: float
     graphs: int
     graph_breaks: int
@@ -130,7 +130,7 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def demonstrate(options: Options) -> Outcome | None:
+def demonstrate(options: DemoOptions) -> DemoOutcome | None:
     """Run the demo.
 
     Returns:
@@ -150,7 +150,7 @@ def demonstrate(options: Options) -> Outcome | None:
 
 
 @Stage("demo")
-def on_rank(rank: int, options: Options) -> Outcome | None:
+def on_rank(rank: int, options: DemoOptions) -> DemoOutcome | None:
     """Do the part of one rank in an initialised process group; return the outcome on rank 0, None on the others."""
     batches = list(_batches(options))
     plan, dtype, nproc = PLANS[options.plan], getattr(torch, options.dtype), dist.get_world_size()
@@ -161,7 +161,7 @@ def on_rank(rank: int, options: Options) -> Outcome | None:
         torch.manual_seed(options.seed)
         return Transformer(ModelArgs(options.layers, VOCAB, SEQ, DIM, HEADS, dropout_p=0.0, weight_tying=False))
 
-    def sharded(wrap: Wrap = lambda fn: fn) -> Step:
+    def sharded(wrap: Wrap = lambda fn: fn) -> DemoStep:
         return loss_of(plan.apply(model(), mesh, dtype), None if plan.data_axes else dtype, wrap)
 
     single = None
@@ -180,11 +180,11 @@ def on_rank(rank: int, options: Options) -> Outcome | None:
         return None
     parameters = sum(p.numel() for p in model().parameters())
     difference, most = largest_difference([single.losses, *curves]), TOLERANCE[options.dtype]
-    return Outcome((single, eager, compiled), difference, seen.graphs, seen.graph_breaks, parameters, most)
+    return DemoOutcome((single, eager, compiled), difference, seen.graphs, seen.graph_breaks, parameters, most)
 
 
 @dataclass
-class Step:
+class DemoStep:
     """A model and the function (inputs, targets) -> loss."""
 
     model: Transformer
@@ -194,7 +194,7 @@ class Step:
 Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def loss_of(model: Transformer, dtype: torch.dtype | None = None, wrap: Wrap = lambda fn: fn) -> Step:
+def loss_of(model: Transformer, dtype: torch.dtype | None = None, wrap: Wrap = lambda fn: fn) -> DemoStep:
     """Return the step of `model`: forward and cross entropy as one function, which `wrap` may compile.
 
     If `dtype` is given, the step casts the parameters to it. Fully sharded models do that themselves.
@@ -204,15 +204,15 @@ def loss_of(model: Transformer, dtype: torch.dtype | None = None, wrap: Wrap = l
     def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(forward(inputs).flatten(0, 1), targets.flatten())
 
-    return Step(model, wrap(loss))
+    return DemoStep(model, wrap(loss))
 
 
 def train(
     name: str,
-    step: Step,
+    step: DemoStep,
     batches: Sequence[tuple[torch.Tensor, ...]],
     traffic: Traffic | None = None,
-) -> Run:
+) -> DemoRun:
     """Train with AdamW and clipped gradients, one step for each batch.
 
     The speed is that of the median step, without the first.
@@ -232,10 +232,10 @@ def train(
             losses.append(loss.item())
             seconds.append(time.perf_counter() - start)
     speed = BATCH * SEQ / numbers.median(seconds[1:] or seconds)
-    return Run(name, tuple(losses), speed, traffic or Traffic((Counter(), 0), (Counter(), 0)))
+    return DemoRun(name, tuple(losses), speed, traffic or Traffic((Counter(), 0), (Counter(), 0)))
 
 
-def count(step: Step, batch: tuple[torch.Tensor, ...]) -> Traffic:
+def count(step: DemoStep, batch: tuple[torch.Tensor, ...]) -> Traffic:
     """Return the traffic of forward and backward of one eager step."""
     with CountCollectives() as forward:
         loss = step.loss(*batch)
@@ -251,7 +251,7 @@ def largest_difference(curves: Sequence[Sequence[float]]) -> float:
     return max((max(at_step) - min(at_step) for at_step in zip(*curves)), default=0.0)
 
 
-def _batches(options: Options) -> Any:
+def _batches(options: DemoOptions) -> Any:
     """Yield (inputs, targets) of each step, both (BATCH, SEQ), sampled from the text; the same on all ranks."""
     text = torch.frombuffer(bytearray(options.data), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(options.seed)
@@ -272,7 +272,7 @@ def _by_operator(collectives: Sequence[Any]) -> tuple[Counter[str], int]:
     return Counter(c.op for c in collectives), sum(c.bytes for c in collectives)
 
 
-def _averaged(run: Run) -> Run:
+def _averaged(run: DemoRun) -> DemoRun:
     """Return the run with losses averaged over all ranks; ranks that train on the same part of the batch have the same
     losses."""
     losses = torch.tensor(run.losses, dtype=torch.float64)
@@ -293,9 +293,9 @@ __all__ = [
     "HEADS",
     "SEQ",
     "TOLERANCE",
-    "Options",
-    "Outcome",
-    "Run",
+    "DemoOptions",
+    "DemoOutcome",
+    "DemoRun",
     "Traffic",
     "default_text",
     "demonstrate",

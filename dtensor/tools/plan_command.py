@@ -9,7 +9,7 @@ from typing import Any
 import click
 import torch
 
-from dtensor.compile.recording.mesh_option import Mesh
+from dtensor.compile.recording.mesh_option import MeshOption
 from dtensor.compile.reports.plan_page import write_page
 
 from ..errors import PlacementError
@@ -55,7 +55,7 @@ class Bandwidth(click.ParamType):
 
 
 @click.command("plan")
-@click.option("--mesh", type=Mesh(), required=True, help="Axis sizes of the mesh, which need not be there.")
+@click.option("--mesh", type=MeshOption(), required=True, help="Axis sizes of the mesh, which need not be there.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Of the ranks.")
 @click.option("--link", "links", type=Bandwidth(), default={}, help="Bytes per second that a rank sends along an axis.")
 @click.option("--memory", type=Bytes(), help="Bytes that a rank may hold, such as 80GB.")

@@ -155,7 +155,7 @@ class _Runs:
         self.nproc, self.steps, self.folder, self.numbers = nproc, steps, folder, count()
 
     def run(self, script: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> Path:
-        """As `dtensor.compile.bisect.Run`."""
+        """As `dtensor.compile.bisect.BisectRun`."""
         record_to = self.folder / f"run{next(self.numbers)}"
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.nproc)]
         command = [*(launcher if self.nproc > 1 else []), "-m", "dtensor", "record", "--steps", str(self.steps)]

@@ -68,7 +68,7 @@ STEPS = {
 
 
 @dataclass(frozen=True)
-class Step:
+class PhaseStep:
     """A step that a compilation is in.
 
     Attributes:
@@ -108,7 +108,7 @@ class Compilation:
     again: tuple[str, ...] = ()
     thread: int = field(default_factory=threading.get_ident)
     _since: float = 0.0
-    _outer: list[Step] = field(default_factory=list[Step])
+    _outer: list[PhaseStep] = field(default_factory=list[PhaseStep])
 
     def __post_init__(self) -> None:
         self._since = self.began
@@ -117,7 +117,7 @@ class Compilation:
         """Begin a step, for which `event` stands. What torch does to load a frame belongs to the loading."""
         if self.phase == LOADING and event in EVENTS:
             return
-        self._outer.append(Step(event, self.phase, what))
+        self._outer.append(PhaseStep(event, self.phase, what))
         self._change(phase)
 
     def leave(self, event: str) -> None:

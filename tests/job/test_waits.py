@@ -11,7 +11,7 @@ import torch
 
 from dtensor.job.collective_order import Order, text
 from dtensor.job.elastic import state_of, this_process
-from dtensor.job.waits import State, Waiting, in_vain, missing, mixed_up
+from dtensor.job.waits import RankState, Waiting, in_vain, missing, mixed_up
 
 SUM, GATHER = "all_reduce(sum) of float32[]", "all_gather(0, 8) of float32[…]"
 
@@ -19,26 +19,28 @@ SUM, GATHER = "all_reduce(sum) of float32[]", "all_gather(0, 8) of float32[…]"
 def eager(ranks, number, what=SUM, group="g", others=None, place="a.py:1"):
     """A rank that waits in the eager collective `number` of a group."""
     groups = {group: (tuple(ranks), number, 0, []), **(others or {})}
-    return State(1, place=place, stuck=9.0, waits=Waiting("eager", what, group, tuple(ranks), number), groups=groups)
+    return RankState(
+        1, place=place, stuck=9.0, waits=Waiting("eager", what, group, tuple(ranks), number), groups=groups
+    )
 
 
 def computing(ranks=(), number=0, graphs=0, group="g", sums=()):
-    return State(1, place="b.py:2", groups={group: (tuple(ranks), number, graphs, list(sums))} if ranks else {})
+    return RankState(1, place="b.py:2", groups={group: (tuple(ranks), number, graphs, list(sums))} if ranks else {})
 
 
 def graph(ranks, graphs, number=0, group="g"):
-    return State(1, waits=Waiting("graph", "a compiled graph"), groups={group: (tuple(ranks), number, graphs, [])})
+    return RankState(1, waits=Waiting("graph", "a compiled graph"), groups={group: (tuple(ranks), number, graphs, [])})
 
 
 def plain(ranks, group="w"):
-    return State(1, waits=Waiting("torch", "torch.distributed.barrier", group, tuple(ranks)))
+    return RankState(1, waits=Waiting("torch", "torch.distributed.barrier", group, tuple(ranks)))
 
 
-ENDED = State(ended=True)
+ENDED = RankState(ended=True)
 ALL = (0, 1, 2)
 CASES = [
     ("one computes", [eager((0, 1), 1), computing((0, 1))], []),
-    ("one has not come", [eager((0, 1), 1), State()], []),
+    ("one has not come", [eager((0, 1), 1), RankState()], []),
     ("all entered", [eager((0, 1), 1), eager((0, 1), 1)], []),
     ("one has ended", [eager((0, 1), 1), ENDED], [0, 1]),
     ("one had entered and computes on", [eager((0, 1), 1), computing((0, 1), 1)], []),
@@ -64,7 +66,7 @@ CASES = [
 
 @pytest.mark.parametrize(("states", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_in_vain(states, expected):
-    read = [State.of(json.loads(json.dumps(state.data()))) for state in states]
+    read = [RankState.of(json.loads(json.dumps(state.data()))) for state in states]
     assert in_vain(0, read.__getitem__) == expected
 
 
@@ -78,7 +80,7 @@ def test_collectives_of_one_number_that_differ():
     assert f"rank 0 waits in {SUM} at a.py:1" in said
     assert f"rank 1 waits in {GATHER} at c.py:7" in said
     assert mixed_up(0, eager((0, 1), 3), 1, eager((0, 1), 4, GATHER)) == ""
-    assert mixed_up(0, eager((0, 1), 3), 1, State(failures=1)) == ""
+    assert mixed_up(0, eager((0, 1), 3), 1, RankState(failures=1)) == ""
 
 
 def order(*operators):

@@ -17,7 +17,7 @@ from dtensor.prices.links import WORK, Link, seconds
 from dtensor.prices.machine import Machine
 from dtensor.testing import with_ranks
 from dtensor.tools import calibration, cli
-from dtensor.tools.calibration import Fit, Options, Outcome, Timing, fit, save_links
+from dtensor.tools.calibration import CalibrationOptions, CalibrationOutcome, Fit, Timing, fit, save_links
 
 LINK = Link(alpha=3e-5, bandwidth=1.5e9, memory=8e9, launch=2e-6, start=7e-5)
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shard")
@@ -104,7 +104,7 @@ def test_a_foreign_file_is_refused_before_anything_runs(tmp_path, monkeypatch):
 @with_ranks(2)
 def test_ranks_on_two_hosts_measure_the_link_between_them(rank, tmp_path):
     os.environ.update(LOCAL_WORLD_SIZE="1", DTENSOR_LINKS=str(tmp_path / "links.json"))
-    options = Options(sizes=(1000, 1 << 23), rounds=2)
+    options = CalibrationOptions(sizes=(1000, 1 << 23), rounds=2)
     outcome = calibration.on_rank(rank, options)
     assert (outcome is None) == (rank == 1)
     (found,) = read_links(tmp_path / "links.json").values()
@@ -143,8 +143,8 @@ def test_a_search_takes_the_measured_processor(rank, tmp_path):
 
 def test_report():
     slower = Timing("all_reduce", 2, 1 << 20, 2e-3)
-    outcome = Outcome("box gloo cpu", (Fit("intra", (slower,), LINK),), None)
-    assert cli.calibrated(Options(rounds=3), outcome).splitlines() == [
+    outcome = CalibrationOutcome("box gloo cpu", (Fit("intra", (slower,), LINK),), None)
+    assert cli.calibrated(CalibrationOptions(rounds=3), outcome).splitlines() == [
         "box gloo cpu, 2 ranks, within a host; 3 rounds on the slowest rank",
         "",
         "                bytes    measured    fitted  error",

@@ -15,7 +15,7 @@ import dtensor
 from dtensor import init_device_mesh
 from dtensor.testing import RankError, with_threads
 from dtensor.tools import cli
-from dtensor.tools.demo import Options, Outcome, Run, Traffic, default_text, largest_difference
+from dtensor.tools.demo import DemoOptions, DemoOutcome, DemoRun, Traffic, default_text, largest_difference
 from dtensor.tools.demo_plans import PLANS
 
 
@@ -24,8 +24,12 @@ def run(*arguments):
 
 
 def outcome(**changes):
-    run = Run("sharded", (5.5, 5.25), 1234.5, Traffic((Counter(all_reduce=6, all_gather=1), 1_000), (Counter(), 2_000)))
-    return Outcome(**({"runs": (run,), "difference": 0.0, "graphs": 1, "graph_breaks": 0, "parameters": 1} | changes))
+    run = DemoRun(
+        "sharded", (5.5, 5.25), 1234.5, Traffic((Counter(all_reduce=6, all_gather=1), 1_000), (Counter(), 2_000))
+    )
+    return DemoOutcome(
+        **({"runs": (run,), "difference": 0.0, "graphs": 1, "graph_breaks": 0, "parameters": 1} | changes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_exit_code(monkeypatch, changes, code, text):
 
 
 def test_report():
-    text = cli.report(Options(data=b"x" * 1000, steps=2), outcome())
+    text = cli.report(DemoOptions(data=b"x" * 1000, steps=2), outcome())
     assert text.splitlines()[2:5] == [
         "           loss          tokens/s  collectives            bytes sent",
         "          first    last                forward  backward     forward  backward",

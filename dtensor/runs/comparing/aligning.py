@@ -8,13 +8,13 @@ shape that are left in both; where their numbers differ, it is uncertain which i
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from .values import Key, Run, Value
+from .values import Key, RecordedRun, RecordedValue
 
 OWN = ("view", "from")
 """Kinds of values that belong to one run: the same tensor as another value, in the layout that is used next."""
 
 
-def aligned(a: Run, b: Run) -> tuple[dict[Key, Key], set[Key]]:
+def aligned(a: RecordedRun, b: RecordedRun) -> tuple[dict[Key, Key], set[Key]]:
     """Align the values of two runs.
 
     Returns:
@@ -36,7 +36,7 @@ def aligned(a: Run, b: Run) -> tuple[dict[Key, Key], set[Key]]:
     return {key: found[key] for key in b.values if key in found}, uncertain
 
 
-def _by_name(values: Mapping[Key, Value]) -> dict[tuple[object, ...], list[Key]]:
+def _by_name(values: Mapping[Key, RecordedValue]) -> dict[tuple[object, ...], list[Key]]:
     found = defaultdict(list)
     for key, value in values.items():
         if value.kind != "move":

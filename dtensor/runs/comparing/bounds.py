@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from .normalising import NORMALISING, with_steps
 from .pairs import LEAST, Pair
 from .scales import EXPONENTIAL, STEEP, count, roundings, scale
-from .values import Key, Run, Value
+from .values import Key, RecordedRun, RecordedValue
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Relative rounding error of a dtype, up to a factor of two; that of the real part for complex ones."""
@@ -33,7 +33,7 @@ PASSED = 2.0
 """How much every operator that only one run has may enlarge them further."""
 
 
-def bound(pairs: Mapping[Key, Pair], a: Run, b: Run) -> None:
+def bound(pairs: Mapping[Key, Pair], a: RecordedRun, b: RecordedRun) -> None:
     """Find for each pair what it was computed from and how large its difference may be, and write it into the pair.
 
     Args:
@@ -51,7 +51,7 @@ def bound(pairs: Mapping[Key, Pair], a: Run, b: Run) -> None:
             pair.certain = False
 
 
-def _bound(pair: Pair, a: Run, b: Run, by_a: Mapping[Key, Pair], by_b: Mapping[Key, Pair]) -> None:
+def _bound(pair: Pair, a: RecordedRun, b: RecordedRun, by_a: Mapping[Key, Pair], by_b: Mapping[Key, Pair]) -> None:
     """Find what the pair was computed from, and how large its difference may be."""
     near_a, near_b = _nearest(pair.a, a, by_a), _nearest(pair.b, b, by_b)
     pair.inputs = tuple({id(p): p for p in [*[by_a[k] for k in near_a[0]], *[by_b[k] for k in near_b[0]]]}.values())
@@ -61,7 +61,7 @@ def _bound(pair: Pair, a: Run, b: Run, by_a: Mapping[Key, Pair], by_b: Mapping[K
     pair.allowed = allowed(pair, pair.inputs, [a.values[k] for k in near_a[0]])
 
 
-def allowed(pair: Pair, inputs: Sequence[Pair], values: Sequence[Value]) -> float:
+def allowed(pair: Pair, inputs: Sequence[Pair], values: Sequence[RecordedValue]) -> float:
     """How large the difference of a pair may be if these inputs differ as they do.
 
     Args:
@@ -108,7 +108,7 @@ def _passed_on(given: Pair, result: Pair) -> float:
     return max(relative, given.at_most / math.sqrt(count(given.a)))
 
 
-def _nearest(value: Value, run: Run, pairs: Mapping[Key, Pair]) -> tuple[list[Key], list[Key]]:
+def _nearest(value: RecordedValue, run: RecordedRun, pairs: Mapping[Key, Pair]) -> tuple[list[Key], list[Key]]:
     """The keys of the nearest ancestors that both runs have and can be judged, and of those passed through."""
     found: dict[Key, None] = {}
     passed: dict[Key, None] = {}

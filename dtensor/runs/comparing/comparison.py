@@ -13,7 +13,7 @@ from .findings import Finding
 from .locating import holders, looks_like, region
 from .pairs import LEAST, Pair, pair_of, pairs_of, seen_of
 from .readings import is_known
-from .values import Run, Value
+from .values import RecordedRun, RecordedValue
 
 
 @dataclass(repr=False)
@@ -27,12 +27,12 @@ class Comparison:
         only_a, only_b: values that only one of the runs has, inputs, redistributions and such left out.
     """
 
-    a: Run
-    b: Run
+    a: RecordedRun
+    b: RecordedRun
     pairs: list[Pair]
     findings: list[Finding]
-    only_a: list[Value] = field(default_factory=list)
-    only_b: list[Value] = field(default_factory=list)
+    only_a: list[RecordedValue] = field(default_factory=list)
+    only_b: list[RecordedValue] = field(default_factory=list)
 
     @property
     def first(self) -> Finding | None:
@@ -45,7 +45,7 @@ class Comparison:
         return f"<Comparison of {self.a!r} and {self.b!r}: {counts}{first}>"
 
 
-def compare(a: Run, b: Run) -> Comparison:
+def compare(a: RecordedRun, b: RecordedRun) -> Comparison:
     """Compare two records.
 
     Args:
@@ -69,12 +69,12 @@ def compare(a: Run, b: Run) -> Comparison:
     return Comparison(a, b, list(pairs.values()), findings, only_a, only_b)
 
 
-def check(run: Run) -> Comparison:
+def check(run: RecordedRun) -> Comparison:
     """What is wrong within one run: its redistributions, its replicas, NaN and infinities."""
     return Comparison(run, run, [], list(inconsistencies(run)))
 
 
-def _otherwise(pair: Pair, a: Run, b: Run) -> str:
+def _otherwise(pair: Pair, a: RecordedRun, b: RecordedRun) -> str:
     """What the ranks have instead, if that explains the difference."""
     if is_known(pair.b):
         return ""
@@ -85,7 +85,7 @@ def _otherwise(pair: Pair, a: Run, b: Run) -> str:
     return each if read.reading == "terms" else f"right if read as {read.reading}"
 
 
-def _differing(pairs: Iterable[Pair], a: Run, b: Run) -> Iterator[Finding]:
+def _differing(pairs: Iterable[Pair], a: RecordedRun, b: RecordedRun) -> Iterator[Finding]:
     for pair in pairs:
         if not pair.is_suspect:
             continue

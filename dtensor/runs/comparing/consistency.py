@@ -14,7 +14,7 @@ from .findings import Finding
 from .locating import holders, looks_like, region
 from .pairs import FLOOR, LEAST, seen_of
 from .readings import is_known
-from .values import Copy, Run, Value
+from .values import Copy, RecordedRun, RecordedValue
 
 MAKE_INFINITIES = frozenset(
     ["masked_fill", "full", "full_like", "new_full", "fill", "where", "scalar_tensor", "log", "log2", "log10", "log1p"]
@@ -22,7 +22,7 @@ MAKE_INFINITIES = frozenset(
 """Operators that are often meant to return infinities."""
 
 
-def inconsistencies(run: Run, name: str = "B") -> Iterator[Finding]:
+def inconsistencies(run: RecordedRun, name: str = "B") -> Iterator[Finding]:
     """What is wrong within one run: redistributions that change the tensor, replicas that differ, and operators that
     make NaN or infinities out of finite inputs."""
     for value in run.values.values():
@@ -35,7 +35,7 @@ def inconsistencies(run: Run, name: str = "B") -> Iterator[Finding]:
             yield from _replicas(run, value, name)
 
 
-def _nonfinite(run: Run, value: Value, name: str) -> Iterator[Finding]:
+def _nonfinite(run: RecordedRun, value: RecordedValue, name: str) -> Iterator[Finding]:
     inputs = [run.values[k] for k in value.inputs if k in run.values]
     if value.kind != "op" or not inputs or any(x.nonfinite for x in inputs):
         return
@@ -44,11 +44,11 @@ def _nonfinite(run: Run, value: Value, name: str) -> Iterator[Finding]:
     yield Finding("nonfinite", value, None, ranks, None, np.inf, 0.0, elements, run=name)
 
 
-def _tolerance(value: Value, norm: float) -> float:
+def _tolerance(value: RecordedValue, norm: float) -> float:
     return FLOOR * value.terms if value.exact else ROUNDING * EPS.get(value.dtype, 0.0) * norm
 
 
-def _changed(run: Run, value: Value, copies: Sequence[Copy], name: str) -> Iterator[Finding]:
+def _changed(run: RecordedRun, value: RecordedValue, copies: Sequence[Copy], name: str) -> Iterator[Finding]:
     source = run.values.get(value.inputs[0]) if value.inputs else None
     before = [] if source is None or not is_known(source) else [c for c in source.copies if c.vector is not None]
     if source is None or not before or not copies or before[0].shape != copies[0].shape:
@@ -72,7 +72,7 @@ def _changed(run: Run, value: Value, copies: Sequence[Copy], name: str) -> Itera
     yield Finding("collective", value, source, ranks, where, difference / norm, allowed / norm, said, run=name)
 
 
-def _is_own_term(copy: Copy, source: Value) -> bool:
+def _is_own_term(copy: Copy, source: RecordedValue) -> bool:
     """Whether a reduced tensor is the term of one of the ranks that hold it."""
     whole = copy.vector
     if whole is None:
@@ -82,7 +82,7 @@ def _is_own_term(copy: Copy, source: Value) -> bool:
     return any(np.allclose(t, whole, rtol=1e-9, atol=FLOOR * source.terms) for t in known)
 
 
-def _differ(copies: Sequence[Copy], value: Value) -> bool:
+def _differ(copies: Sequence[Copy], value: RecordedValue) -> bool:
     return any(_apart(c, copies[0]) > _tolerance(value, value.norm) for c in copies[1:])
 
 
@@ -92,7 +92,7 @@ def _apart(a: Copy, b: Copy) -> float:
     return fp.norm(a.vector - b.vector, seen_of(a, a.vector))
 
 
-def _replicas(run: Run, value: Value, name: str) -> Iterator[Finding]:
+def _replicas(run: RecordedRun, value: RecordedValue, name: str) -> Iterator[Finding]:
     """Copies on one mesh that differ, if those of the inputs do not."""
     differing = [group for group in _copies(value) if _differ(group, value)]
     if not differing:
@@ -114,13 +114,13 @@ def _replicas(run: Run, value: Value, name: str) -> Iterator[Finding]:
     yield Finding("replicas", value, None, tuple(sorted(ranks)), where, apart, allowed, run=name)
 
 
-def _copies(value: Value) -> list[list[Copy]]:
+def _copies(value: RecordedValue) -> list[list[Copy]]:
     """The tensors that a spec says are the same, mesh by mesh."""
     groups = [[c for c in group if c.vector is not None and c.spec is not None] for group in value.groups]
     return [group for group in groups if len(group) > 1]
 
 
-def _minority(group: Sequence[Copy], value: Value) -> list[Copy]:
+def _minority(group: Sequence[Copy], value: RecordedValue) -> list[Copy]:
     """The copies that the fewest agree with; all of them if no two agree."""
     agreeing = [[c for c in group if _apart(c, one) <= _tolerance(value, value.norm)] for one in group]
     most = max(agreeing, key=len)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .locating import Region
-from .values import Value
+from .values import RecordedValue
 
 
 @dataclass(repr=False)
@@ -25,14 +25,14 @@ class Finding:
     """
 
     what: str
-    value: Value
-    other: Value | None
+    value: RecordedValue
+    other: RecordedValue | None
     ranks: tuple[int, ...]
     region: Region | None
     relative: float
     allowed: float
     said: str = ""
-    between: tuple[Value, ...] = ()
+    between: tuple[RecordedValue, ...] = ()
     run: str = "B"
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..records import fingerprint as fp
 from ..records.fingerprint import Vector
-from .values import Copy, Value
+from .values import Copy, RecordedValue
 
 SHARE = 0.05
 """A range counts as differing if its sum is at least this share of the largest one of its dim."""
@@ -75,7 +75,9 @@ def _holders(copy: Copy, where: Region) -> list[int]:
     return found
 
 
-def looks_like(reference: Copy, copy: Copy, difference: Vector, terms: Value | None) -> tuple[str, tuple[int, ...]]:
+def looks_like(
+    reference: Copy, copy: Copy, difference: Vector, terms: RecordedValue | None
+) -> tuple[str, tuple[int, ...]]:
     """What a difference looks like: a multiple of the tensor itself, or of one rank's term of the sum that it is.
 
     Args:

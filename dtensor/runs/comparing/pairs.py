@@ -13,7 +13,7 @@ from ..records import fingerprint as fp
 from ..records.fingerprint import Vector
 from .aligning import aligned
 from .readings import Reading, is_known, readings
-from .values import Copy, Key, Run, Value
+from .values import Copy, Key, RecordedRun, RecordedValue
 
 NEAR = 0.05
 """Values of the same name whose relative difference is below this are taken for each other."""
@@ -42,14 +42,14 @@ class Pair:
         certain: whether both runs have it equally often, and nothing shows that they compute it in another way.
     """
 
-    a: Value
-    b: Value
+    a: RecordedValue
+    b: RecordedValue
     differences: tuple[tuple[Copy, Vector, float], ...]
     reading: str
     norm: float
     allowed: float = math.inf
     inputs: "tuple[Pair, ...]" = ()
-    between: tuple[Value, ...] = ()
+    between: tuple[RecordedValue, ...] = ()
     passed: int = 0
     certain: bool = True
 
@@ -79,7 +79,7 @@ class Pair:
         return f"<Pair {self.b}, step {self.b.step}: differs by {self.relative:.1e} of its norm, {allowed:.1e} allowed>"
 
 
-def pairs_of(a: Run, b: Run) -> dict[Key, Pair]:
+def pairs_of(a: RecordedRun, b: RecordedRun) -> dict[Key, Pair]:
     """The pairs of two runs by the key of `b`, in its order of execution."""
     keys, uncertain = aligned(a, b)
     pairs = {key: pair_of(a.values[other], b.values[key], a, b) for key, other in keys.items()}
@@ -90,7 +90,7 @@ def pairs_of(a: Run, b: Run) -> dict[Key, Pair]:
     return pairs
 
 
-def _reordered(pairs: dict[Key, Pair], a: Run, b: Run) -> None:
+def _reordered(pairs: dict[Key, Pair], a: RecordedRun, b: RecordedRun) -> None:
     """Pair values again that only their order tells apart, where another order makes all of their differences small:
     compiled code runs independent operators in an order of its own."""
     families: dict[Key, list[Key]] = {}
@@ -102,7 +102,7 @@ def _reordered(pairs: dict[Key, Pair], a: Run, b: Run) -> None:
             _permuted(keys, pairs, a, b)
 
 
-def _permuted(keys: Sequence[Key], pairs: dict[Key, Pair], a: Run, b: Run) -> None:
+def _permuted(keys: Sequence[Key], pairs: dict[Key, Pair], a: RecordedRun, b: RecordedRun) -> None:
     left = [pairs[key].a for key in keys]
     found: dict[Key, Pair] = {}
     for key in keys:
@@ -119,7 +119,12 @@ def _permuted(keys: Sequence[Key], pairs: dict[Key, Pair], a: Run, b: Run) -> No
 
 
 def pair_of(
-    a: Value, b: Value, run_a: Run, run_b: Run, usual: Mapping[str, int] | None = None, strict: bool = True
+    a: RecordedValue,
+    b: RecordedValue,
+    run_a: RecordedRun,
+    run_b: RecordedRun,
+    usual: Mapping[str, int] | None = None,
+    strict: bool = True,
 ) -> Pair:
     """Compare a value of two runs, in the reading of plain tensors that makes the difference smallest.
 
@@ -146,7 +151,7 @@ def pair_of(
     return best
 
 
-def _read_as_usual(pairs: dict[Key, Pair], a: Run, b: Run) -> None:
+def _read_as_usual(pairs: dict[Key, Pair], a: RecordedRun, b: RecordedRun) -> None:
     """Where no reading of plain tensors fits, take the one that fits most values of the same phase."""
     usual: dict[str, Counter[str]] = defaultdict(Counter)
     for pair in pairs.values():
@@ -157,7 +162,7 @@ def _read_as_usual(pairs: dict[Key, Pair], a: Run, b: Run) -> None:
             pairs[key] = pair_of(pair.a, pair.b, a, b, usual[pair.b.phase])
 
 
-def _read(a: Value, b: Value, x: Reading, y: Reading) -> Pair | None:
+def _read(a: RecordedValue, b: RecordedValue, x: Reading, y: Reading) -> Pair | None:
     reference = x.copies[0]
     found = []
     for copy in y.copies:
@@ -167,14 +172,14 @@ def _read(a: Value, b: Value, x: Reading, y: Reading) -> Pair | None:
     return Pair(a, b, tuple(found), y.said or x.said, a.norm)
 
 
-def _alike(a: Value, b: Value) -> bool:
+def _alike(a: RecordedValue, b: RecordedValue) -> bool:
     """Whether two values of unknown readings are on the same ranks in the same way."""
     return [(c.ranks, c.shape, c.spec and c.spec.text) for c in a.copies] == [
         (c.ranks, c.shape, c.spec and c.spec.text) for c in b.copies
     ]
 
 
-def _rank_by_rank(a: Value, b: Value) -> Pair:
+def _rank_by_rank(a: RecordedValue, b: RecordedValue) -> Pair:
     found = []
     for x, y in zip(a.copies, b.copies):
         if x.vector is not None and y.vector is not None and len(x.vector) == len(y.vector):
@@ -182,7 +187,7 @@ def _rank_by_rank(a: Value, b: Value) -> Pair:
     return Pair(a, b, tuple(found), "rank by rank" if len(found) > 1 else "", a.norm)
 
 
-def _difference(copy: Copy, vector: Vector, a: Value, b: Value) -> tuple[Copy, Vector, float]:
+def _difference(copy: Copy, vector: Vector, a: RecordedValue, b: RecordedValue) -> tuple[Copy, Vector, float]:
     norm = fp.mean_norm(vector, _summed(b, copy, vector))
     if a.nonfinite != b.nonfinite and vector[fp.NONFINITE]:
         norm = math.inf
@@ -191,7 +196,7 @@ def _difference(copy: Copy, vector: Vector, a: Value, b: Value) -> tuple[Copy, V
     return copy, vector, norm
 
 
-def _summed(b: Value, copy: Copy, vector: Vector) -> tuple[int, ...]:
+def _summed(b: RecordedValue, copy: Copy, vector: Vector) -> tuple[int, ...]:
     """The shape that a fingerprint of a difference from `b` was made of."""
     return b.seen if len(vector) == fp.length(b.seen) else seen_of(copy, vector)
 

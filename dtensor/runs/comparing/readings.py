@@ -18,7 +18,7 @@ import numpy as np
 
 from ..records import fingerprint as fp
 from ..records.fingerprint import Vector
-from .values import Copy, Value
+from .values import Copy, RecordedValue
 
 Mesh = np.ndarray[Any, Any]
 
@@ -36,7 +36,7 @@ class Reading:
     copies: tuple[Copy, ...]
 
 
-def is_known(value: Value) -> bool:
+def is_known(value: RecordedValue) -> bool:
     """Whether it is known which global tensor the ranks hold: specs on one mesh say so, or there is one rank."""
     if len(value.parts) == 1:
         return True
@@ -44,7 +44,9 @@ def is_known(value: Value) -> bool:
     return None not in meshes and len(meshes) == 1
 
 
-def readings(value: Value, shape: Sequence[int], mesh: Mesh | None = None, strict: bool = True) -> Iterator[Reading]:
+def readings(
+    value: RecordedValue, shape: Sequence[int], mesh: Mesh | None = None, strict: bool = True
+) -> Iterator[Reading]:
     """What `value` may be, compared with a tensor of that shape.
 
     Args:

@@ -8,7 +8,7 @@ from .comparison import Comparison
 from .findings import Finding
 from .pairs import Pair
 from .readings import is_known
-from .values import Run, Value
+from .values import RecordedRun, RecordedValue
 from .whole_values import worst
 
 MOST = 10
@@ -54,14 +54,14 @@ def first(c: Comparison) -> str:
     return _line(c.first) if c.first is not None else ""
 
 
-def _run(name: str, run: Run) -> str:
+def _run(name: str, run: RecordedRun) -> str:
     first = next(iter(run.headers.values()))
     program = " ".join([os.path.basename(word) if os.sep in word else word for word in first["program"]])
     ranks = f"{run.world} rank{'s' * (run.world > 1)}"
     return f"{name}  {run.folder}  {ranks}, {run.steps} step{'s' * (run.steps > 1)}, torch {first['torch']}, {program}"
 
 
-def _failed(name: str, run: Run) -> list[str]:
+def _failed(name: str, run: RecordedRun) -> list[str]:
     """What ended a run in the middle of its record, so that there is nothing of it to compare from there on."""
     ranks = "" if run.world == 1 else f" on rank {min(run.failed, default=0)}"
     return [f"{name} ended with an error{ranks}: {run.failed[min(run.failed)]}"] if run.failed else []
@@ -142,7 +142,7 @@ def where_of(f: Finding) -> str:
     return f"{region}, on {ranks}" if f.ranks else region
 
 
-def placed(value: Value, pair: Pair | None = None) -> str:
+def placed(value: RecordedValue, pair: Pair | None = None) -> str:
     """The type of a value, and how it is distributed."""
     spec = value.spec
     if spec is not None:
@@ -157,7 +157,7 @@ def _inputs(pair: Pair) -> Sequence[str]:
     return [f"{with_line(p.b)}: differs by {p.relative:.1e}" for p in pair.inputs[:4]]
 
 
-def with_line(value: Value) -> str:
+def with_line(value: RecordedValue) -> str:
     """A value, and the line of the program that computes it, if that is known."""
     return f"{value} {value.line}" if value.line else str(value)
 

@@ -8,7 +8,7 @@ is estimated from the norms of the inputs, as for tensors of random elements.
 import math
 from collections.abc import Callable, Sequence
 
-from .values import Value
+from .values import RecordedValue
 
 Norms = Sequence[float]
 
@@ -20,7 +20,7 @@ ATTENTION = tuple(
 )
 
 
-def scale(result: Value, inputs: Sequence[Value]) -> float:
+def scale(result: RecordedValue, inputs: Sequence[RecordedValue]) -> float:
     """The scale of a result, a Frobenius norm."""
     estimate = FAMILIES.get(result.op)
     norms = [x.norm for x in inputs]
@@ -28,16 +28,16 @@ def scale(result: Value, inputs: Sequence[Value]) -> float:
     return max(result.norm, found)
 
 
-def count(x: Value) -> int:
+def count(x: RecordedValue) -> int:
     """The number of its elements on one rank; at least 1."""
     return max(math.prod(x.first["g"]), 1)
 
 
-def _sum(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+def _sum(result: RecordedValue, inputs: Sequence[RecordedValue], norms: Norms) -> float:
     return sum(norms)
 
 
-def _product(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+def _product(result: RecordedValue, inputs: Sequence[RecordedValue], norms: Norms) -> float:
     """Products of elements that have nothing to do with each other."""
     if len(norms) < 2:
         return 0.0
@@ -45,7 +45,7 @@ def _product(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
     return math.prod(sorted(rms)[-2:]) * math.sqrt(count(result))
 
 
-def _contraction(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+def _contraction(result: RecordedValue, inputs: Sequence[RecordedValue], norms: Norms) -> float:
     """Sums of products over the inner dim, of sqrt(inner) times the size of a product."""
     if len(norms) < 2:
         return 0.0
@@ -55,22 +55,22 @@ def _contraction(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
     return found + sum([x.norm for x in rest])
 
 
-def _reduction(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+def _reduction(result: RecordedValue, inputs: Sequence[RecordedValue], norms: Norms) -> float:
     return max(norms)
 
 
-def _mean(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+def _mean(result: RecordedValue, inputs: Sequence[RecordedValue], norms: Norms) -> float:
     return max(norms) * count(result) / max(map(count, inputs))
 
 
-def _statistic(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+def _statistic(result: RecordedValue, inputs: Sequence[RecordedValue], norms: Norms) -> float:
     """A mean of elements that nearly cancel, which norms return beside their result."""
     if result.first["n"] != 1:
         return 0.0
     return max([n / math.sqrt(count(x)) for n, x in zip(norms, inputs)]) * math.sqrt(count(result))
 
 
-def _of_weight(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+def _of_weight(result: RecordedValue, inputs: Sequence[RecordedValue], norms: Norms) -> float:
     """The gradients of the weight and the bias of a norm, which are sums over all that it normalised. What they add up
     has the size of the incoming gradient."""
     if result.first["n"] == 0:
@@ -78,7 +78,7 @@ def _of_weight(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
     return max([n for n, x in zip(norms, inputs) if x.phase == result.phase], default=0.0)
 
 
-def roundings(result: Value, inputs: Sequence[Value]) -> float:
+def roundings(result: RecordedValue, inputs: Sequence[RecordedValue]) -> float:
     """How often the rounding of a result counts: more than once if its terms are added up one by one in its dtype.
 
     Each addition rounds a sum that grows as the square root of the number of terms, so that their errors together grow,
@@ -89,12 +89,12 @@ def roundings(result: Value, inputs: Sequence[Value]) -> float:
     return max(math.sqrt(max(map(count, inputs)) / count(result)) / 4.0, 1.0)
 
 
-def _through_softmax(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+def _through_softmax(result: RecordedValue, inputs: Sequence[RecordedValue], norms: Norms) -> float:
     """In the gradient of a softmax most of what is added cancels; how much, the operator does not show."""
     return 4.0 * result.norm
 
 
-Family = Callable[[Value, Sequence[Value], Norms], float]
+Family = Callable[[RecordedValue, Sequence[RecordedValue], Norms], float]
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(["add", "sub", "rsub", "cat", "stack", "lerp", "addcmul", "addcdiv", "index_add"], _sum),
     **dict.fromkeys(

@@ -1,6 +1,6 @@
 """Reads a record: the files of all ranks, and from the fingerprints of their shards those of global tensors.
 
-    folder -> lines of each rank -> values that all ranks recorded, by key -> `Run`
+    folder -> lines of each rank -> values that all ranks recorded, by key -> `RecordedRun`
 
 A value is known by its key: step, phase, module, operator, which result, shape, and how often that came before. Ranks
 record the same keys. Where a value is a DTensor, its spec says which shards add up to the global tensor, and which
@@ -28,7 +28,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, repr=False)
-class Spec:
+class RecordedSpec:
     """How a recorded tensor was distributed.
 
     Attributes:
@@ -73,10 +73,10 @@ class Spec:
         return ", ".join(f"{name}: {p}" for name, p in zip(self.names, placements(self)))
 
     def __repr__(self) -> str:
-        return f"<Spec of {list(self.shape)} on {self}>"
+        return f"<RecordedSpec of {list(self.shape)} on {self}>"
 
 
-def placements(spec: Spec) -> list[str]:
+def placements(spec: RecordedSpec) -> list[str]:
     """One text for each axis."""
     found = ["R"] * spec.mesh.ndim
     for dim, axes in enumerate(spec.dims):
@@ -88,16 +88,16 @@ def placements(spec: Spec) -> list[str]:
 
 
 @dataclass(repr=False)
-class Part:
+class RecordedPart:
     """What one rank recorded of a value."""
 
     rank: int
     line: dict[str, Any]
     vector: Vector
-    spec: Spec | None
+    spec: RecordedSpec | None
 
     def __repr__(self) -> str:
-        return f"<Part on rank {self.rank}: {list(self.line['g'])}>"
+        return f"<RecordedPart on rank {self.rank}: {list(self.line['g'])}>"
 
 
 @dataclass(repr=False)
@@ -114,7 +114,7 @@ class Copy:
 
     ranks: tuple[int, ...]
     vector: Vector | None
-    spec: Spec | None
+    spec: RecordedSpec | None
     shape: tuple[int, ...]
     parts: "tuple[Copy, ...]" = ()
 
@@ -123,7 +123,7 @@ class Copy:
 
 
 @dataclass(repr=False)
-class Value:
+class RecordedValue:
     """A value of a run.
 
     Attributes:
@@ -136,7 +136,7 @@ class Value:
 
     key: Key
     order: int
-    parts: dict[int, Part]
+    parts: dict[int, RecordedPart]
     inputs: tuple[Key, ...] = ()
 
     @cached_property
@@ -185,7 +185,7 @@ class Value:
         return self.first["l"]
 
     @property
-    def spec(self) -> Spec | None:
+    def spec(self) -> RecordedSpec | None:
         """How it is distributed; None for a plain tensor."""
         return self.parts[min(self.parts)].spec
 
@@ -213,9 +213,9 @@ class Value:
         """Those of all groups."""
         return [copy for group in self.groups for copy in group]
 
-    def _groups(self) -> Iterator[list[Part]]:
+    def _groups(self) -> Iterator[list[RecordedPart]]:
         """The parts that share a mesh."""
-        meshes: dict[Any, list[Part]] = {}
+        meshes: dict[Any, list[RecordedPart]] = {}
         for part in self.parts.values():
             where = None if part.spec is None else part.spec.mesh.tobytes()
             meshes.setdefault((where, part.rank if where is None else -1), []).append(part)
@@ -241,7 +241,7 @@ class Value:
         return f"{self.op}{where} ({self.phase}, {self.dtype}{list(self.first['g'])})"
 
     def __repr__(self) -> str:
-        return f"<Value {self}, step {self.step}>"
+        return f"<RecordedValue {self}, step {self.step}>"
 
 
 def _norm(copy: Copy, seen: Sequence[int]) -> float:
@@ -252,7 +252,7 @@ def _norm(copy: Copy, seen: Sequence[int]) -> float:
     return float(np.sqrt(max(copy.vector[fp.SQUARES], 0.0)))
 
 
-def _combined(parts: Sequence[Part], spec: Spec) -> Iterator[Copy]:
+def _combined(parts: Sequence[RecordedPart], spec: RecordedSpec) -> Iterator[Copy]:
     """One copy for each place along the axes that replicate."""
     at = {part.rank: spec.coordinate(part.rank) for part in parts}
     mean = float(np.prod([spec.mesh.shape[a] for a, op in spec.partial.items() if op == "avg"] or [1]))
@@ -265,7 +265,7 @@ def _combined(parts: Sequence[Part], spec: Spec) -> Iterator[Copy]:
 
 
 @dataclass(repr=False)
-class Run:
+class RecordedRun:
     """A record that was read.
 
     Attributes:
@@ -278,7 +278,7 @@ class Run:
 
     folder: Path
     headers: dict[int, dict[str, Any]]
-    values: dict[Key, Value]
+    values: dict[Key, RecordedValue]
     steps: int = 1
     failed: Mapping[int, str] = field(default_factory=dict)
 
@@ -296,10 +296,10 @@ class Run:
 
     def __repr__(self) -> str:
         ranks, steps = f"rank{'s' * (self.world > 1)}", f"step{'s' * (self.steps > 1)}"
-        return f"<Run {self.folder}: {self.world} {ranks}, {self.steps} {steps}, {len(self.values):,} values>"
+        return f"<RecordedRun {self.folder}: {self.world} {ranks}, {self.steps} {steps}, {len(self.values):,} values>"
 
 
-def load(folder: str | Path) -> Run:
+def load(folder: str | Path) -> RecordedRun:
     """Read a record.
 
     Args:
@@ -329,8 +329,10 @@ def load(folder: str | Path) -> Run:
             f"{folder} lacks the files of ranks {absent} of {world}; copy them there (each rank writes its own), or "
             "record the run again"
         )
-    values = [Value(key, order[key], parts) for key, parts in found.items()]
-    run = Run(folder, headers, {value.key: value for value in sorted(values, key=lambda v: v.order)}, steps, failed)
+    values = [RecordedValue(key, order[key], parts) for key, parts in found.items()]
+    run = RecordedRun(
+        folder, headers, {value.key: value for value in sorted(values, key=lambda v: v.order)}, steps, failed
+    )
     for value in run.values.values():
         value.inputs = value.first["inputs"]
     return run
@@ -338,7 +340,7 @@ def load(folder: str | Path) -> Run:
 
 def _read_rank(rank: int, lines: Sequence[dict[str, Any]], found: dict[Key, Any], order: dict[Key, int]) -> None:
     meshes: dict[int, dict[str, Any]] = {}
-    specs: dict[int, Spec] = {}
+    specs: dict[int, RecordedSpec] = {}
     counts: Counter[Key] = Counter()
     keys: dict[int, Key] = {}
     for line in lines:
@@ -349,15 +351,15 @@ def _read_rank(rank: int, lines: Sequence[dict[str, Any]], found: dict[Key, Any]
             partial = dict(line["partial"])
             dims = tuple([tuple(axes) for axes in line["dims"]])
             ranks, names = np.array(mesh["ranks"]), tuple(mesh["names"])
-            specs[line["spec"]] = Spec(ranks, names, dims, partial, line["text"], tuple(line["shape"]))
+            specs[line["spec"]] = RecordedSpec(ranks, names, dims, partial, line["text"], tuple(line["shape"]))
         else:
             known = (line["s"], line["p"], line["m"], line["o"], line["n"], len(line["g"]), line["d"])
             key = keys[line["i"]] = (*known, counts[known])
             counts[known] += 1
             line["inputs"] = tuple([keys[i] for i in line["in"] if i in keys])
             spec = None if line["b"] is None else specs[line["b"]]
-            found.setdefault(key, {})[rank] = Part(rank, line, unpacked(line.pop("f")), spec)
+            found.setdefault(key, {})[rank] = RecordedPart(rank, line, unpacked(line.pop("f")), spec)
             order.setdefault(key, line["i"])
 
 
-__all__ = ["Copy", "Key", "Part", "Run", "Spec", "Value", "load", "placements"]
+__all__ = ["Copy", "Key", "RecordedPart", "RecordedRun", "RecordedSpec", "RecordedValue", "load", "placements"]

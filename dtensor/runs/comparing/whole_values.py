@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .values import Run, Value
+from .values import RecordedRun, RecordedValue
 
 Array = np.ndarray[Any, Any]
 
@@ -40,7 +40,7 @@ class Worst:
         )
 
 
-def worst(a: Value, b: Value, run_a: Run, run_b: Run, rank: int = 0) -> Worst | None:
+def worst(a: RecordedValue, b: RecordedValue, run_a: RecordedRun, run_b: RecordedRun, rank: int = 0) -> Worst | None:
     """The worst element of a value that both runs kept whole; None if one of them did not, or is not known globally.
 
     Args:
@@ -64,7 +64,7 @@ def worst(a: Value, b: Value, run_a: Run, run_b: Run, rank: int = 0) -> Worst | 
     return Worst(index, x[index].item(), y[index].item(), count, x.size, (around[0], around[1]))
 
 
-def whole(value: Value, folder: Path, rank: int = 0) -> Array | None:
+def whole(value: RecordedValue, folder: Path, rank: int = 0) -> Array | None:
     """The global tensor, of plain tensors that of `rank`; None if a rank did not keep its part."""
     found: Array | None = None
     for part in value.parts.values():

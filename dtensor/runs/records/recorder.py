@@ -39,7 +39,7 @@ from . import fingerprint as fp
 from .known import NOTHING, OTHER_ORDER, PLAIN, Known, Local, is_real, is_same, memory_of, opened
 from .operator_kinds import EMPTY, NOT_RECORDED, SAME_VALUE, overwritten, short, written
 from .places import CHECK, OPTIMIZER, Names, Place, Places
-from .storage import Writer, packed, path_of, refuse_earlier
+from .storage import RecordWriter, packed, path_of, refuse_earlier
 
 MARK = "_dtensor_recorded"
 """The attribute of a local tensor that names the value it holds."""
@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
         self._meshes: dict[int, Any] = {}
         self._memory: dict[tuple[Any, ...], tuple[StorageWeakRef, Known]] = {}
         self._pending: list[tuple[dict[str, Any], torch.Tensor]] = []
-        self._writer: Writer | None = None
+        self._writer: RecordWriter | None = None
         self.thread = threading.get_ident()
         _begin(self)
         self.open = True
@@ -101,13 +101,13 @@ class Recorder(TorchDispatchMode):
         forget_compiled()
 
     @property
-    def writer(self) -> Writer:
+    def writer(self) -> RecordWriter:
         """The file of this rank, begun when the first value is known, by when the program knows its rank."""
         if self._writer is None:
             rank, world = rank_and_world()
             refuse_earlier(self.folder, path_of, rank, world)
             header = {"rank": rank, "world": world, "torch": torch.__version__, "program": sys.argv}
-            self._writer = Writer(self.folder, rank, header)
+            self._writer = RecordWriter(self.folder, rank, header)
         return self._writer
 
     @property

@@ -52,7 +52,7 @@ def refuse_earlier(folder: Path, path: Callable[[Path, int], Path], rank: int, w
         )
 
 
-class Writer:
+class RecordWriter:
     """Writes the file of one rank. A failure to write ends the record with a warning, and never the program."""
 
     def __init__(self, folder: Path, rank: int, header: dict[str, Any]) -> None:
@@ -141,4 +141,4 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         yield json.loads(text)
 
 
-__all__ = ["FORMAT", "Writer", "packed", "path_of", "read", "refuse_earlier", "unpacked"]
+__all__ = ["FORMAT", "RecordWriter", "packed", "path_of", "read", "refuse_earlier", "unpacked"]

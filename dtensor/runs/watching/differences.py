@@ -17,7 +17,7 @@ from ...errors import ReplicaError
 from ...mesh.mesh import mesh_shape
 from ...tensor.tensor import DTensor
 from .checksums import as_reals, checksum, has_infinities, is_spoilt
-from .replicas import BUFFER, GENERATOR, GRADIENT, OPTIONS, PARAMETER, STATE, Holding, Place, Scope, digest
+from .replicas import BUFFER, GENERATOR, GRADIENT, OPTIONS, PARAMETER, STATE, Holding, ReplicaPlace, Scope, digest
 
 PART = 1 << 22
 """Elements of a tensor that are sent at once."""
@@ -60,7 +60,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Finding:
+class RankFinding:
     """How the copy of a rank differs from that of the rank that sent its own.
 
     Attributes:
@@ -174,7 +174,7 @@ class Search:
                 return Sides(usual, others, count > rest[0][1])
         return None
 
-    def _finding(self, h: Holding, sides: Sides) -> Finding | None:
+    def _finding(self, h: Holding, sides: Sides) -> RankFinding | None:
         """What this rank finds when it compares its copy with that of the first of the usual ranks."""
         source = sides.usual[0]
         local = as_reals(h.local)
@@ -192,7 +192,7 @@ class Search:
                 comparison.add(begin, sent, mine)
         return comparison.finding(_axes(h.place, sides)) if self.scope.rank in sides.others else None
 
-    def _message(self, h: Holding, sides: Sides, rank: int, found: Finding, more: Sequence[Holding]) -> str:
+    def _message(self, h: Holding, sides: Sides, rank: int, found: RankFinding, more: Sequence[Holding]) -> str:
         between = _between(sides)
         along = ""
         if found.axes:
@@ -208,7 +208,7 @@ class Search:
             also = f". So do {len(more)} more: {', '.join(names)}{', …' if len(more) > LISTED else ''}"
         return f"{what}{also}. {self._cause(h, sides, rank, found, more)}"
 
-    def _cause(self, h: Holding, sides: Sides, rank: int, found: Finding, more: Sequence[Holding]) -> str:
+    def _cause(self, h: Holding, sides: Sides, rank: int, found: RankFinding, more: Sequence[Holding]) -> str:
         """What may be the reason, and what to write or do."""
         if h.role in CAUSES:
             return CAUSES[h.role]
@@ -258,7 +258,7 @@ class _Comparison:
             a, b = (int(x.view(whole)[i].item()) for x in (theirs, mine))
             self.bits = (a ^ b) & ((1 << 8 * mine.element_size()) - 1)
 
-    def finding(self, axes: tuple[str, ...]) -> Finding:
+    def finding(self, axes: tuple[str, ...]) -> RankFinding:
         """What was found, along these axes of the mesh."""
         local, theirs, mine = as_reals(self.of.local), *self.values
         is_float = has_infinities(local)
@@ -266,7 +266,7 @@ class _Comparison:
         bits = tuple([i for i in range(64) if self.bits >> i & 1])
         index = _global_index(self.of, self.at)
         ulps = self.most / unit if unit else float("inf")
-        return Finding(self.count, local.numel(), index, theirs, mine, bits, axes, ulps)
+        return RankFinding(self.count, local.numel(), index, theirs, mine, bits, axes, ulps)
 
 
 def _global_index(h: Holding, at: int) -> tuple[int, ...]:
@@ -283,7 +283,7 @@ def _global_index(h: Holding, at: int) -> tuple[int, ...]:
     return tuple(index)
 
 
-def _axes(place: Place, sides: Sides) -> tuple[str, ...]:
+def _axes(place: ReplicaPlace, sides: Sides) -> tuple[str, ...]:
     """Names of the mesh axes along which there is a rank of one side next to one of the other."""
     if place.mesh is None:
         return ()
@@ -322,7 +322,7 @@ def _described(h: Holding) -> str:
     return f"{_short(h)} ({h.role}, {h.shown})"
 
 
-def _largest(h: Holding, sides: Sides, rank: int, found: Finding) -> str:
+def _largest(h: Holding, sides: Sides, rank: int, found: RankFinding) -> str:
     values = f"{found.theirs} on rank {sides.usual[0]} and {found.mine} on rank {rank}"
     if h.labels:
         return f"{h.labels[found.where[0]]} is {values}"

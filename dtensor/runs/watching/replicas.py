@@ -1,9 +1,9 @@
 """What a rank holds of a model, its optimizers and generators, and which ranks are to hold the same.
 
 `Scope` is the ranks that compare, and how they exchange what they compare. `holdings` lists the tensors of this rank,
-each with its `Place`: the ranks that hold the same one, which follow from mesh and placements of a DTensor, and are all
-ranks for a plain tensor. Where programs of all ranks are the same, these lists are, too, apart from the values; the
-`text` of a holding is what they have in common.
+each with its `ReplicaPlace`: the ranks that hold the same one, which follow from mesh and placements of a DTensor, and
+are all ranks for a plain tensor. Where programs of all ranks are the same, these lists are, too, apart from the values;
+the `text` of a holding is what they have in common.
 """
 
 import difflib
@@ -47,7 +47,7 @@ WRAPPED = "_orig_mod."
 """What torch.compile puts into the names of parameters."""
 
 
-class Place(NamedTuple):
+class ReplicaPlace(NamedTuple):
     """Which ranks hold the same as this one.
 
     Attributes:
@@ -83,7 +83,7 @@ class Holding:
     name: str
     role: str
     value: torch.Tensor
-    place: Place
+    place: ReplicaPlace
     shown: str
     is_counted: bool
     key: str = ""
@@ -120,7 +120,7 @@ class Scope:
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self.mesh: DeviceMesh | None = None if mesh is None else mesh_of(mesh)
         self.group: str | None = None
-        self._places: dict[Any, Place] = {}
+        self._places: dict[Any, ReplicaPlace] = {}
         self.rank: int = 0
         self.ranks: tuple[int, ...] = (0,)
         self.has_generators: bool = dist.is_initialized() and dist.get_backend() not in WITHOUT_RANKS
@@ -160,15 +160,15 @@ class Scope:
         if self.group is not None:
             dist.broadcast(x, rank, group=resolve_process_group(self.group))
 
-    def alone(self) -> Place:
+    def alone(self) -> ReplicaPlace:
         """The place of what no other rank holds."""
-        return Place((self.rank,), None)
+        return ReplicaPlace((self.rank,), None)
 
-    def everywhere(self) -> Place:
+    def everywhere(self) -> ReplicaPlace:
         """The place of what every rank holds."""
-        return Place(tuple(sorted(self.ranks)), "everywhere")
+        return ReplicaPlace(tuple(sorted(self.ranks)), "everywhere")
 
-    def place(self, x: torch.Tensor) -> Place:
+    def place(self, x: torch.Tensor) -> ReplicaPlace:
         """The place of a DTensor, or of a plain tensor that is the same on all ranks."""
         if not isinstance(x, DTensor):
             return self.everywhere()
@@ -176,14 +176,14 @@ class Scope:
         replicated = tuple([axis for axis, p in enumerate(x.placements) if p.is_replicate()])
         return self.over(mesh, replicated, self.mesh)._replace(text="".join(map(str, x.placements)))
 
-    def over(self, mesh: DeviceMesh, replicated: tuple[int, ...], within: Any = None) -> Place:
+    def over(self, mesh: DeviceMesh, replicated: tuple[int, ...], within: Any = None) -> ReplicaPlace:
         """The place of what is the same along the given axes of a mesh, and along those that only `within` has."""
         key = (mesh, replicated, within)
         if key not in self._places:
             self._places[key] = self._found(mesh, replicated, within)
         return self._places[key]
 
-    def _found(self, mesh: DeviceMesh, replicated: tuple[int, ...], within: Any) -> Place:
+    def _found(self, mesh: DeviceMesh, replicated: tuple[int, ...], within: Any) -> ReplicaPlace:
         names = tuple(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
         axes = tuple([names[axis] for axis in replicated])
         other = tuple([name for name in names if name not in axes])
@@ -192,10 +192,10 @@ class Scope:
             axes = tuple([name for name in names if name not in other])
         at = mesh.get_coordinate()
         if at is None:
-            return Place((self.rank,), (mesh, axes), mesh=mesh, axes=axes)
+            return ReplicaPlace((self.rank,), (mesh, axes), mesh=mesh, axes=axes)
         index = tuple([slice(None) if name in axes else at[axis] for axis, name in enumerate(names)])
         found = mesh.mesh[index].reshape(-1).tolist()
-        return Place(tuple(sorted(set(found) & set(self.ranks))), (mesh, axes), mesh=mesh, axes=axes)
+        return ReplicaPlace(tuple(sorted(set(found) & set(self.ranks))), (mesh, axes), mesh=mesh, axes=axes)
 
 
 def _is_part(mesh: DeviceMesh, whole: Any) -> bool:
@@ -277,7 +277,7 @@ class Holdings:
         name: str,
         role: str,
         x: torch.Tensor,
-        place: Place | None = None,
+        place: ReplicaPlace | None = None,
         is_counted: bool = True,
         key: str = "",
     ) -> Iterator[Holding]:
@@ -351,7 +351,7 @@ class Holdings:
             state = torch.get_device_module(device).get_rng_state()
             yield Holding(f"the generator of {device.type}", GENERATOR, state, place, "", False)
 
-    def _place_of_generators(self) -> Place | None:
+    def _place_of_generators(self) -> ReplicaPlace | None:
         """Which ranks are to draw the same numbers; None if none are.
 
         Those that compute on DTensors together. Along a data axis of `fully_shard` each rank has a batch of its own,
@@ -361,7 +361,7 @@ class Holdings:
             return None
         if self.rng:
             return self.scope.everywhere()
-        found: Place | None = None
+        found: ReplicaPlace | None = None
         data = _data_axes(self.model)
         for name, p in self.model.named_parameters():
             x = as_ours(p.detach()) if is_torch_dtensor(p) else p
@@ -414,7 +414,7 @@ __all__ = [
     "WRAPPED",
     "Holding",
     "Holdings",
-    "Place",
+    "ReplicaPlace",
     "Scope",
     "digest",
 ]

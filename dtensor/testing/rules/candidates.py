@@ -245,7 +245,7 @@ class OneAxis:
 
 
 @dataclass
-class Job:
+class CandidateJob:
     """One candidate of a case to run.
 
     Attributes:
@@ -279,7 +279,7 @@ def check_sizes(case: Case, call: Any, rule: Any) -> None:
             assert fits, f"{case.func}: a dim of length {size} has factors {dim}, whose sizes are {rule.sizes}"
 
 
-def jobs_of(case: Case, n: int) -> list[Job]:
+def jobs_of(case: Case, n: int) -> list[CandidateJob]:
     """The candidates of a case that fit on `n` ranks, with each rank's operands and the dense results."""
     call, rule = call_and_rule(case, OneAxis(n))
     check_sizes(case, call, rule)
@@ -293,7 +293,7 @@ def jobs_of(case: Case, n: int) -> list[Job]:
             pieces = [cut(x, s, n) for x, s in zip(operands, found.inputs)]
             for i in rule.unread:
                 pieces[i] = [torch.full_like(p, 99) for p in pieces[i]]
-            jobs.append(Job(case, found, pieces, dense))
+            jobs.append(CandidateJob(case, found, pieces, dense))
     return jobs
 
 

@@ -30,7 +30,7 @@ UNINITIALISED = ("empty", "new_empty", "resize", "_efficientzerotensor")
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Recorder(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     """Dispatch mode that keeps the first calls of each aten operator that differ in the shapes of their tensors."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def recorded() -> dict[OpOverload, list[Given]]:
     There are at most `CALLS` of each operator, in float64 where that is supported. The result is cached and shared by
     all callers: do not write to the tensors.
     """
-    recorder = Recorder()
+    recorder = CallRecorder()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op in operator_database().values():
@@ -71,7 +71,7 @@ def recorded() -> dict[OpOverload, list[Given]]:
     return {func: list(found.values()) for func, found in recorder.calls.items()}
 
 
-def _record(op: Any, recorder: Recorder) -> None:
+def _record(op: Any, recorder: CallRecorder) -> None:
     supported = op.supported_dtypes("cpu")
     dtype = next((d for d in (torch.float64, torch.float32, *supported) if d in supported), None)
     if dtype is None:
@@ -103,4 +103,4 @@ def is_comparable(func: OpOverload, args: Iterable[Any]) -> bool:
     return not (out or masks or name.startswith(UNINITIALISED) or SKIPPED & set(func.tags))
 
 
-__all__ = ["UNINITIALISED", "Recorder", "is_comparable", "recorded"]
+__all__ = ["UNINITIALISED", "CallRecorder", "is_comparable", "recorded"]

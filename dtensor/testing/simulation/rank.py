@@ -1,6 +1,6 @@
 """The main loop of a simulated rank: joins the process group, and then runs one call after another.
 
-What it receives is pickled: a `Start`, then `Call`s. It answers with ("returned", pickled value) or ("raised",
+What it receives is pickled: a `Start`, then `RankCall`s. It answers with ("returned", pickled value) or ("raised",
 `CallFailure`). While it has answered and the others have not, it counts for the job as a rank that waits for them, so
 that a rank which waits for it in a collective does not wait for ever.
 """
@@ -53,7 +53,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """A call to run.
 
     Attributes:
@@ -134,7 +134,7 @@ def _idle(idle: bool) -> None:
 def _answer(message: bytes) -> tuple[str, Any]:
     _idle(False)
     try:
-        call: Call = pickle.loads(message)
+        call: RankCall = pickle.loads(message)
         sys.path[:] = call.path
         return "returned", _pickled(call.function(*call.arguments))
     except BaseException as error:
@@ -184,4 +184,4 @@ def run(sent: bytes) -> Any:
     return fn(*args, **kwargs)
 
 
-__all__ = ["Call", "CallFailure", "Start", "rank_main", "run"]
+__all__ = ["CallFailure", "RankCall", "Start", "rank_main", "run"]

@@ -12,7 +12,7 @@ from ..processes import TIMEOUT
 from . import by_value, notebook
 from .cells import run_cell, variable
 from .per_rank import PerRank
-from .rank import Call, run
+from .rank import RankCall, run
 from .team import Team
 
 
@@ -127,7 +127,7 @@ class Ranks:
         raise ArgumentTypeError("simulated ranks are not there on the ranks themselves")
 
     def _answers(self, name: str, function: Callable[..., Any], *args: Any) -> PerRank:
-        return PerRank(self._team.answers(name, Call(function, args, list(sys.path))))
+        return PerRank(self._team.answers(name, RankCall(function, args, list(sys.path))))
 
 
 __all__ = ["Ranks", "simulate"]

@@ -23,7 +23,7 @@ from ...errors import ArgumentTypeError
 from ..child import STACKS_SIGNAL, Surroundings
 from ..processes import PRELOADED, RankError, start_method
 from .lines import HOLD, Lines
-from .rank import Call, CallFailure, Start, rank_main
+from .rank import CallFailure, RankCall, Start, rank_main
 
 TOGETHER = 4.0
 """Seconds in which the other ranks may fail as the first one did, and so live on."""
@@ -63,7 +63,7 @@ class Team:
             self.end(at_once=True)
             raise
 
-    def answers(self, name: str, call: Call) -> list[Any]:
+    def answers(self, name: str, call: RankCall) -> list[Any]:
         """Run `call`, which messages call `name`, on all ranks and return their values.
 
         Raises:

@@ -7,19 +7,19 @@ import torch
 
 from dtensor.runs.comparing.bounds import allowed
 from dtensor.runs.comparing.pairs import pair_of
-from dtensor.runs.comparing.values import Part, Run, Value
+from dtensor.runs.comparing.values import RecordedPart, RecordedRun, RecordedValue
 from dtensor.runs.records import fingerprint as fp
 
 SHAPE = (48, 32)
 SIZE = 1e-3
 """Of gradients."""
 RATE, EPSILON = 1e-3, 1e-8
-RUN = Run(Path("run"), {0: {}}, {})
+RUN = RecordedRun(Path("run"), {0: {}}, {})
 
 
 def value(op, x):
     line = {"k": "op", "d": "float32", "g": SHAPE, "s": 0, "p": "optimizer", "m": "weight", "o": op, "l": "", "n": 0}
-    return Value((op,), 0, {0: Part(0, line, fp.fingerprint(x.float(), SHAPE, (0, 0)).numpy(), None)})
+    return RecordedValue((op,), 0, {0: RecordedPart(0, line, fp.fingerprint(x.float(), SHAPE, (0, 0)).numpy(), None)})
 
 
 def pair(op, a, b):

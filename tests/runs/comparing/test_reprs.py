@@ -16,8 +16,8 @@ def found(tmp_path_factory):
 
 def test_a_comparison(found):
     text = repr(found)
-    assert text.startswith(f"<Comparison of <Run {found.a.folder}: 1 rank, 2 steps, ")
-    assert f"<Run {found.b.folder}: 2 ranks, 2 steps, " in text
+    assert text.startswith(f"<Comparison of <RecordedRun {found.a.folder}: 1 rank, 2 steps, ")
+    assert f"<RecordedRun {found.b.folder}: 2 ranks, 2 steps, " in text
     assert (
         f"{len(found.pairs):,} pairs, {len(found.findings)} findings, the first <Finding value of parameter in " in text
     )
@@ -47,5 +47,5 @@ def test_what_a_pair_says(found):
         "<Finding value of parameter in layers.1.ffn_norm.weight (parameter, float32[32]), step 0, on ranks [1]: "
         f"{first.relative:.1e} of its norm, {first.allowed:.1e} allowed>"
     )
-    assert repr(pair.b) == "<Value parameter in layers.1.ffn_norm.weight (parameter, float32[32]), step 0>"
-    assert repr(pair.b.parts[1]) == "<Part on rank 1: [32]>"
+    assert repr(pair.b) == "<RecordedValue parameter in layers.1.ffn_norm.weight (parameter, float32[32]), step 0>"
+    assert repr(pair.b.parts[1]) == "<RecordedPart on rank 1: [32]>"
