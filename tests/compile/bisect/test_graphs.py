@@ -13,7 +13,7 @@ from dtensor.compile.bisect.rebuild import Builder
 from dtensor.compile.bisect.written import function
 from dtensor.errors import PassError
 from dtensor.mesh.provenance import PART, RECORD, SENT
-from dtensor.passes import CollectiveInfo, run
+from dtensor.passes import CollectiveInfo, Pass, run
 from dtensor.passes.graph import ir
 from tests.compile.bisect.mutants import MUTANTS, reduce_sums, write_between
 
