@@ -35,27 +35,21 @@ from .errors import (
     StrictError,
     UnsupportedError,
 )
-from .interop.export import export
 from .layout.placements import Partial, Placement, Replicate, Shard
 from .mesh.by_dim import by_dim
 from .mesh.mesh import init_device_mesh, prepare
 from .parallel.modules.distribute_module import distribute_module
-from .parallel.search.search import predict, search
+from .parallel.modules.model_methods import METHODS as _METHODS
 from .parallel.training import grad_scaler as _grad_scaler  # registers the gradient operators of GradScaler
 from .parallel.training import linear_cross_entropy as _linear_cross_entropy  # registers the fused linear loss
 from .parallel.whole_model.distribute_model import distribute_model
+from .parallel.whole_model.plan import FINDERS as _FINDERS
 from .parallel.whole_model.plan import Activation, Plan
+from .program import environment as _environment
 from .rules.notation import Rule
 from .runs.records import taps as _taps  # registers the operators by which compiled graphs are recorded
-from .runs.records.recording import record
-from .runs.records.recording import record_if_asked as _record_if_asked
-from .runs.traces.trace import merge_traces, trace, trace_handler
-from .runs.watching.watch import Watch, watch
 from .state import safetensors as safetensors
 from .state import torch_state_dicts as _torch_state_dicts  # makes DTensors known to torch's state dicts
-from .state.checkpoints import Checkpoints
-from .state.pretrained import from_pretrained
-from .state.torch_checkpoints import load_torch_checkpoint
 from .tensor import compile_hooks as _hooks  # registers the backend and the passes
 from .tensor import composite_operators as _composite_operators  # registers what is caught whole
 from .tensor import control_flow as _control_flow  # registers branches and loops
@@ -69,6 +63,14 @@ from .torch_private.core import optim_foreach_types as _optim_foreach_types
 from .torch_private.core import utils_foreach_types as _utils_foreach_types
 
 if TYPE_CHECKING:
+    from .interop.export import export
+    from .parallel.search.search import predict, search
+    from .runs.records.recording import record
+    from .runs.traces.trace import merge_traces, trace, trace_handler
+    from .runs.watching.watch import Watch, watch
+    from .state.checkpoints import Checkpoints
+    from .state.pretrained import from_pretrained
+    from .state.torch_checkpoints import load_torch_checkpoint
     from .testing.simulation.ranks import simulate
 
 __version__ = "0.1.0"
@@ -82,17 +84,30 @@ _REGISTERED = (_composite_operators, _control_flow, _grad_scaler, _linear_cross_
 """Modules that are imported for what they register with torch."""
 
 _ON_DEMAND = {
+    "Checkpoints": "dtensor.state.checkpoints:Checkpoints",
+    "Watch": "dtensor.runs.watching.watch:Watch",
     "compile": "dtensor.compile",
+    "export": "dtensor.interop.export:export",
+    "from_pretrained": "dtensor.state.pretrained:from_pretrained",
+    "load_torch_checkpoint": "dtensor.state.torch_checkpoints:load_torch_checkpoint",
+    "merge_traces": "dtensor.runs.traces.trace:merge_traces",
     "passes": "dtensor.passes",
+    "predict": "dtensor.parallel.search.search:predict",
+    "record": "dtensor.runs.records.recording:record",
+    "search": "dtensor.parallel.search.search:search",
     "simulate": "dtensor.testing.simulation.ranks:simulate",
+    "trace": "dtensor.runs.traces.trace:trace",
+    "trace_handler": "dtensor.runs.traces.trace:trace_handler",
+    "watch": "dtensor.runs.watching.watch:watch",
 }
-"""What is imported when it is first named, and where it is: torch's compilers, and the ranks of tests, take long."""
+"""What is imported when it is first named, and where it is: what no step of a training needs."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ON_DEMAND:
-        return _resolve_name(_ON_DEMAND[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = _resolve_name(_ON_DEMAND[name])
+    return value
 
 
 def __dir__() -> list[str]:
@@ -109,7 +124,10 @@ _hooks.limit_from_now_on()
 _hooks.load_from_now_on()
 _hooks.share_from_now_on()
 _hooks.tell_from_now_on()
-_record_if_asked()
+_METHODS["save_pretrained"] = lambda save: _resolve_name("dtensor.state.pretrained:saving")(save)
+_FINDERS["auto"] = lambda *given: _resolve_name(_ON_DEMAND["search"])(*given)
+if _environment.setting("DTENSOR_RECORD"):
+    _resolve_name("dtensor.runs.records.recording:record_if_asked")()
 
 __all__ = [
     "Activation",

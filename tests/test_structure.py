@@ -358,6 +358,20 @@ def test_the_version_is_checked_before_anything_private_is_imported():
     assert "ImportError: dtensor supports torch >=2.13,<2.16 but torch 2.12.0 is installed" in done.stderr
 
 
+def test_what_no_step_needs_is_imported_when_it_is_named():
+    code = """
+import sys, dtensor
+modules = {name: target.partition(":")[0] for name, target in dtensor.ON_DEMAND.items()}
+early = [m for name, m in modules.items() if m in sys.modules and name != "record"]  # operators of taps need it
+assert not early, early
+assert {*dtensor.ON_DEMAND} <= {*dir(dtensor)}
+for name in (*dtensor.ON_DEMAND, *dtensor.__all__):
+    assert getattr(dtensor, name) is vars(dtensor)[name], name
+assert {*modules.values()} <= {*sys.modules}
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
 def test_every_package_is_in_the_wheel():
     """CI builds the wheel and imports it, but only at its end."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]

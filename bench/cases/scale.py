@@ -4,8 +4,8 @@ A prediction is the simulation of the schedule of the compiled graphs (`dtensor.
 says: collectives by latency and bandwidth, operators by a roofline. The graphs are compiled by one process, the first
 rank of the mesh. All axes have the link that this run measures on loopback, as `dtensor calibrate` does. Each rank's
 part of the batch stays the same, so that with perfect scaling the ratio to the fewest ranks is one. The error of the
-model is its prediction for two ranks over the time that two processes take for forward and backward, with operators run
-one by one, as the model assumes.
+model is its prediction for two ranks over the time that two processes take for forward and backward, with operators
+run one by one, as the model assumes.
 """
 
 import math

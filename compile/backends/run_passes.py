@@ -17,9 +17,8 @@ from torch import fx
 from dtensor import passes
 from dtensor.comm.replication_check import drawn
 from dtensor.errors import InvalidInputError
-from dtensor.mesh.provenance import keeps_specs
+from dtensor.mesh.provenance import PARAMETER, keeps_specs
 from dtensor.passes import STAGES, Compilation, Pass, Raise, Simulation
-from dtensor.passes.graph import ir
 from dtensor.passes.runner import Observer, Runner, planned
 from dtensor.passes.stages import BACKWARD, FORWARD, HALVES, INFERENCE, JOINT, MARKED
 from dtensor.program.source_lines import users_level
@@ -118,7 +117,7 @@ def partitioned(
 def mark_parameters(graph: fx.Graph, static: Sequence[int]) -> None:
     """Mark the inputs of a graph that are parameters or buffers; `static` as `prepare_partition` takes it."""
     for node in static_placeholders(graph, static):
-        node.meta[ir.PARAMETER] = True
+        node.meta[PARAMETER] = True
 
 
 def compilation_of(options: Options, kind: str, frame: Frame, within: bool = False) -> Compilation:

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.mesh.provenance import ALIKE, LOCAL, OPERATOR
+from dtensor.mesh.provenance import FROM, NOTES, PART
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.count import CollectiveInfo
 from dtensor.passes.graph.source import module, source
 from dtensor.torch_private.core import OpOverload
 from dtensor.torch_private.symbolic_sizes import has_hint, hint
 
-from .rebuild import FROM, Builder
+from .rebuild import Builder
 
-FLAGS = (OPERATOR, LOCAL, ALIKE, ir.PARAMETER, ir.ARRIVAL, ir.WRITTEN)
+FLAGS = tuple([note for note in NOTES if note.kept == "truth"])
 """Notes of which only the truth matters."""
 
-NOTES = (ir.PART, ir.SENT, ir.PLACES, ir.PARTS, ir.RECORD, ir.ORIGIN)
+KEPT = tuple([note for note in NOTES if note.kept == "value"])
 """Notes that are kept as they are."""
 
 PHASE = "partitioner_tag"
@@ -190,7 +190,7 @@ def _restrided(x: Kind, shape: tuple[int, ...]) -> list[int]:
 
 
 def _of_input(meta: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: meta[key] for key in (PHASE, ir.PART) if key in meta}
+    return {key: meta[key] for key in (PHASE, PART) if key in meta}
 
 
 def _substituted(step: ProgramStep, changed: Mapping[str, Any]) -> ProgramStep:
@@ -291,7 +291,7 @@ class _Reader:
         found: dict[str, Any] = {key: True for key in FLAGS if node.meta.get(key)}
         if node.meta.get(PHASE) is not None:
             found[PHASE] = str(node.meta[PHASE])
-        for key in NOTES:
+        for key in KEPT:
             if key in node.meta:
                 found[key] = self.argument(node.meta[key])
         return found

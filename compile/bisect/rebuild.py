@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from dtensor.mesh.provenance import ORIGIN, RECORD
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.count import CollectiveInfo
 from dtensor.torch_private.core import FakeTensorMode
-
-FROM = "dtensor_from"
-"""The key in a node's `meta` that holds, as text, where the node came from in the program."""
 
 COLLECTIVES = frozenset((*ir.TARGETS.values(), *ir.STARTS))
 
@@ -78,16 +76,16 @@ class Builder:
 
     def _noted(self, meta: Mapping[str, Any] | None) -> dict[str, Any]:
         noted = dict(meta or {})
-        info, origin = noted.get(ir.RECORD), noted.get(ir.ORIGIN)
+        info, origin = noted.get(RECORD), noted.get(ORIGIN)
         if isinstance(info, CollectiveInfo):
-            noted[ir.RECORD] = replace(info, group=self._group(info.group))
+            noted[RECORD] = replace(info, group=self._group(info.group))
         if origin is not None:
             op, args = origin
-            noted[ir.ORIGIN] = op, (*args[:-1], self._group(args[-1]))
+            noted[ORIGIN] = op, (*args[:-1], self._group(args[-1]))
         return noted
 
     def _group(self, label: str) -> str:
         return self.groups.get(label, label)
 
 
-__all__ = ["COLLECTIVES", "FROM", "Builder"]
+__all__ = ["COLLECTIVES", "Builder"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dtensor.mesh.provenance import ORIGIN, RECORD
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.count import CollectiveInfo
 from dtensor.torch_private.core import OpOverload
@@ -60,9 +61,9 @@ class _Writer:
         return f"g.call({', '.join([*given, *rest])})"
 
     def _labelled(self, key: str, item: Any) -> Any:
-        if key == ir.RECORD and isinstance(item, CollectiveInfo):
+        if key == RECORD and isinstance(item, CollectiveInfo):
             return replace(item, group=self.labels.get(item.group, item.group))
-        if key == ir.ORIGIN:
+        if key == ORIGIN:
             op, args = item
             return op, (*args[:-1], self.labels.get(args[-1], args[-1]))
         return item

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 
 from dtensor.comm.collectives import COMMUNICATING
 from dtensor.job.groups import group_ranks
+from dtensor.mesh.provenance import RECORD
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.ordered import called
 from dtensor.prices import links
@@ -103,7 +104,7 @@ def sent(node: fx.Node) -> Sent | None:
     if node.op != "call_function":
         return None
     target, args = called(node)
-    carried, record = operator(target), node.meta.get(ir.RECORD)
+    carried, record = operator(target), node.meta.get(RECORD)
     op = record.op if record is not None else carried
     group = next((a for a in reversed(args) if isinstance(a, str)), None) if carried else None
     if group is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from dtensor.mesh.provenance import MOVE
+from dtensor.mesh.provenance import MOVE, PARAMETER, RECORD
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.ordered import called
 from dtensor.passes.graph.source import place
@@ -66,7 +66,7 @@ REDUCING = frozenset(("sum", "amax", "amin", "prod", "div", "mul"))
 def readers(node: fx.Node) -> tuple[str, ...]:
     """Return the names of the first operators that compute with the result of a collective, at most `READERS`; "output"
     where the graph returns it."""
-    record = node.meta.get(ir.RECORD)
+    record = node.meta.get(RECORD)
     reduces = record is not None and (record.op == "reduce_scatter" or record.reduce_op == "avg")
     carrying = CARRYING | REDUCING if reduces else CARRYING
     found, todo, seen = dict[str, None](), [node], {node}
@@ -88,9 +88,9 @@ def sends_parameter(node: fx.Node) -> bool:
     todo, seen = list(node.all_input_nodes), set[fx.Node]()
     while todo:
         x = todo.pop()
-        if x.op == "placeholder" and x not in seen and ir.PARAMETER not in x.meta and _is_saved(x):
+        if x.op == "placeholder" and x not in seen and PARAMETER not in x.meta and _is_saved(x):
             return x.name.startswith("primals")
-        if ir.PARAMETER in x.meta:
+        if PARAMETER in x.meta:
             return True
         if x not in seen and (ir.aliases(x) or _name(x) in CARRYING):
             todo += x.all_input_nodes

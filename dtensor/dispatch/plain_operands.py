@@ -31,15 +31,7 @@ import torch
 
 from ..comm.from_plain import TORCH, is_torch_dtensor
 from ..errors import MixedTensorError
-from ..mesh.provenance import (
-    ALIKE,
-    LAYOUT,
-    LOCAL,
-    OPERATOR,
-    note_alike,
-    note_shards,
-    note_shards_at,
-)
+from ..mesh.provenance import ALIKE, LAYOUT, LOCAL, OPERATOR, note_alike, note_shards, note_shards_at
 from ..torch_private.core import (
     FakeTensor,
     FunctionalTensor,

@@ -1,55 +1,134 @@
-"""Notes in `node.meta` that record from which DTensors the nodes of a traced graph come.
+"""Notes in `node.meta`: from which DTensors, operators and redistributions the nodes of a traced graph come, and what
+passes record of the nodes that they make.
 
-`LOCAL`, `ALIKE`, `OPERATOR` and `SHARDS` state facts that tracing and the passes rely on. Nothing depends on the other
-notes: they are for texts, manifests and reports. A rewrite passes `MOVE` and `TRACED` on to the nodes that it makes;
-`LAYOUT` and `SHARDS` hold for a single value only.
+Each note has a type, and a rule for how it travels when a pass makes a node like another one. `LOCAL`, `ALIKE`,
+`OPERATOR`, `SHARDS` and `PARAMETER` state facts that tracing and the passes rely on. `NOTES` lists all of them.
 """
 
 import functools
 import importlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
+from torch import fx
 
 from ..torch_private.core import FakeTensor, FunctionalTensor, graph_node
 from ..torch_private.partitioning import weigh_by
 from ..torch_private.symbolic_sizes import has_hint
 
-LOCAL = "dtensor_local"
+T = TypeVar("T")
+
+
+class Travels(Enum):
+    """What happens to a note when a pass makes a node like another one, and puts it in that one's place."""
+
+    WITH_THE_PLACE = "each node that is made like this one gets it, too"
+    WITH_THE_CALL = "a node that is made like this one gets it if it calls the same operator"
+    TO_THE_NEXT = "only the node that is put in the place of this one gets it, unless it has its own"
+    NEVER = "it holds for this value alone"
+
+
+NOTES: list["Note[Any]"] = []
+"""All notes."""
+
+
+class Note(str, Generic[T]):
+    """The key of a note, of which `node.meta` holds a `T`.
+
+    Attributes:
+        travels: how it travels.
+        kept: what a bisection keeps of it in a graph that it writes to a file: the "value", only the "truth", or
+            nothing.
+    """
+
+    travels: Travels
+    kept: Literal["value", "truth", ""]
+
+    def __new__(cls, key: str, travels: Travels, kept: Literal["value", "truth", ""] = "") -> "Note[T]":
+        note = super().__new__(cls, key)
+        note.travels, note.kept = travels, kept
+        NOTES.append(note)
+        return note
+
+    def of(self, node: fx.Node) -> T | None:
+        """The note on a node; None if it has none."""
+        return node.meta.get(self)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+LOCAL = Note[bool]("dtensor_local", Travels.WITH_THE_PLACE, "truth")
 """The node is the local tensor of a computed DTensor: this rank's shard, whatever it was computed from."""
 
-ALIKE = "dtensor_alike"
+ALIKE = Note[bool]("dtensor_alike", Travels.WITH_THE_PLACE, "truth")
 """The node is the same on all ranks, whatever it was computed from: an input of the graph that the code around it knows
 to be replicated, or a tensor that a global view takes as replicated or has written to."""
 
-OPERATOR = "dtensor_operator"
+OPERATOR = Note[bool]("dtensor_operator", Travels.WITH_THE_CALL, "truth")
 """The node is an operator as it was called on DTensors, so its numeric arguments are the same on all ranks."""
 
-LAYOUT = "dtensor_layout"
+LAYOUT = Note[str]("dtensor_layout", Travels.NEVER)
 """For the local tensor of a DTensor: the layout of that DTensor, as text such as `S(0)R`."""
 
-SHARDS = "dtensor_shards"
+SHARDS = Note[Any]("dtensor_shards", Travels.NEVER)
 """For the local tensor of a DTensor: the `Shards` of that DTensor. Decisions that depend on sizes use these, because
 they are the same on all ranks; the sizes of a local tensor are so only if the shards are even."""
 
-SPEC = "dtensor_spec"
+SPEC = Note[Any]("dtensor_spec", Travels.TO_THE_NEXT)
 """For the local tensor of a DTensor, while something is recorded (`dtensor.record`): the `Spec` of that DTensor."""
 
-INSIDE = "dtensor_inside"
+INSIDE = Note[bool]("dtensor_inside", Travels.WITH_THE_PLACE)
 """While something is recorded: the node is one of those that an operator on DTensors is carried out by."""
 
-MOVE = "dtensor_move"
+MOVE = Note[Any]("dtensor_move", Travels.WITH_THE_PLACE)
 """The `Moved` that a collective comes from."""
 
-TAKEN = "dtensor_taken"
+TAKEN = Note[Any]("dtensor_taken", Travels.WITH_THE_PLACE)
 """The `Taken` of a tensor that is assumed to be the same on all ranks, and of the nodes it is computed from."""
 
-TRACED = "dtensor_traced"
+TRACED = Note[tuple[int, ...]]("dtensor_traced", Travels.WITH_THE_PLACE)
 """Numbers of the program's collectives that this collective stands for (`dtensor.compile.recording.frames`)."""
 
-PASSES = "dtensor_passes"
+PASSES = Note[tuple[str, ...]]("dtensor_passes", Travels.WITH_THE_PLACE)
 """Names of the passes that made or changed a collective, in order."""
+
+PARAMETER = Note[bool]("dtensor_parameter", Travels.WITH_THE_PLACE, "truth")
+"""On a placeholder: it is a parameter or a buffer, which the caller holds anyway."""
+
+PART = Note[int]("dtensor_part", Travels.WITH_THE_PLACE, "value")
+"""On the nodes that run on one microbatch: which one; by `split_batch`."""
+
+RECORD = Note[Any]("dtensor_collective", Travels.NEVER, "value")
+"""On a start: the `CollectiveInfo` of the operator that `lower` lowered."""
+
+ORIGIN = Note[Any]("dtensor_lowered", Travels.NEVER, "value")
+"""On a start: the operator that `lower` lowered, and the values of its arguments."""
+
+SENT = Note[int]("dtensor_sent", Travels.NEVER, "value")
+"""On a start, where shards are uneven: the bytes sent by the rank that sends most."""
+
+WRITTEN = Note[bool]("dtensor_written", Travels.NEVER, "truth")
+"""Next to `SENT`: whether the sent tensor is written to later. The graph of a rank that pads it does not show that:
+there a copy is sent."""
+
+PARTS = Note[list[Any]]("dtensor_parts", Travels.NEVER, "value")
+"""On a start that `bucket` made: the values of the tensors that travel together."""
+
+PLACES = Note[list[Any]]("dtensor_places", Travels.NEVER, "value")
+"""Next to `PARTS`: for each of these tensors, the position of the backward's result that it becomes, or None."""
+
+ARRIVAL = Note[bool]("dtensor_arrival", Travels.NEVER, "truth")
+"""On the nodes that `lower` inserts after a wait to reduce the data that arrived. They count as part of the
+collective."""
+
+SIZE = Note[tuple[int, bool]]("dtensor_size", Travels.NEVER)
+"""Where `dtensor.passes.graph.sizes` keeps its results."""
+
+FROM = Note[str]("dtensor_from", Travels.WITH_THE_PLACE)
+"""In a graph that was built from a file: where the node came from in the program, as text."""
 
 
 class Taken(NamedTuple):
@@ -228,20 +307,34 @@ def _node(local: Any) -> Any:
 
 __all__ = [
     "ALIKE",
+    "ARRIVAL",
+    "FROM",
     "INSIDE",
     "LAYOUT",
     "LOCAL",
     "MOVE",
+    "NOTES",
     "OPERATOR",
+    "ORIGIN",
+    "PARAMETER",
+    "PART",
+    "PARTS",
     "PASSES",
+    "PLACES",
+    "RECORD",
+    "SENT",
     "SHARDS",
+    "SIZE",
     "SPEC",
     "TAKEN",
     "TRACED",
+    "WRITTEN",
     "Cut",
     "Moved",
+    "Note",
     "Shards",
     "Taken",
+    "Travels",
     "keep_specs",
     "keeps_specs",
     "note_alike",

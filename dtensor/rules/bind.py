@@ -194,7 +194,9 @@ def rule_table(module: str, table: Mapping[str, Rule | str], local: Callable[[An
     for key, value in table.items():
         rule = Rule(value) if isinstance(value, str) else value
         if local is not None:
-            rule = LibraryRule(**{f.name: getattr(rule, f.name) for f in fields(rule) if f.init} | {"local": local})
+            options: dict[str, Any] = {f.name: getattr(rule, f.name) for f in fields(rule) if f.init}
+            options["local"] = local
+            rule = LibraryRule(**options)
         name, _, overload = key.partition(".")
         overloads.setdefault(name, {})[overload] = rule
     for name, rules in overloads.items():

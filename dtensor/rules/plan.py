@@ -155,9 +155,9 @@ class _Planner:
         rule = self.rule
         ins = [d for tensor in self.dims[: len(self.kind.at)] for d in tensor or ()]
         all_dims = [d for tensor in self.dims for d in tensor or ()]
-        alone = {f for d in all_dims for f in d if len(d) == 1}
-        factors = [g for d in all_dims for f in d for g in (self.many if f in self.many else [f])]
-        factors = [f for f in rule.sizes if f not in self.kind.gone] + sorted(factors, key=lambda f: f not in alone)
+        alone = [f for d in all_dims if len(d) == 1 for f in d]
+        alone = [g for f in alone for g in (self.many if f in self.many else [f])]
+        factors = [f for f in rule.sizes if f not in self.kind.gone] + alone + [f for d in all_dims for f in d]
         even: list[str] = []
         if not (isinstance(rule, LibraryRule) and rule.local):
             even = self._factors([f for f, op in rule.reductions.items() if op in EVEN])

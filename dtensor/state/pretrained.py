@@ -22,14 +22,13 @@ from torch import nn
 
 from ..errors import ArgumentTypeError, CheckpointError
 from ..layout.placements import Partial
-from ..parallel.modules.model_methods import METHODS
 from ..tensor.deferred import Box, deferred, read
 from ..tensor.tensor import DTensor
 from .files import line
 from .safetensors import entries_of, later, whole, write
 
 
-def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
+def saving(save: Callable[..., Any]) -> Callable[..., Any]:
     """The method `save_pretrained` of a sharded model, made of that of its class."""
 
     @functools.wraps(save)
@@ -55,9 +54,6 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
             return save(*bound.args, **bound.kwargs)
 
     return save_pretrained
-
-
-METHODS["save_pretrained"] = _saving
 
 
 def _meet(state: dict[str, Any]) -> None:
@@ -221,4 +217,4 @@ class _Slice:
         return self.entry["dtype"]
 
 
-__all__ = ["from_pretrained"]
+__all__ = ["from_pretrained", "saving"]

@@ -14,7 +14,7 @@ from dtensor.comm.replication_check import DRAWN
 from dtensor.job.collective_order import Entry
 from dtensor.job.groups import group_size
 from dtensor.layout.chunks import chunk_length
-from dtensor.mesh.provenance import ALIKE, TAKEN, Taken
+from dtensor.mesh.provenance import ALIKE, PARAMETER, PARTS, PLACES, RECORD, TAKEN, Taken
 
 from ..graph import ir, ordered
 from ..graph.count import between_ranks
@@ -92,7 +92,7 @@ def _taken(graph: fx.Graph) -> list[fx.Node]:
     """The inputs of a forward or inference graph that count as replicated. Parameters are left out, except inputs of a
     global view, which may be any tensor that a module holds."""
     inputs = graph.find_nodes(op="placeholder")
-    taken = [n for n in inputs if TAKEN in n.meta and (ALIKE in n.meta or ir.PARAMETER not in n.meta)]
+    taken = [n for n in inputs if TAKEN in n.meta and (ALIKE in n.meta or PARAMETER not in n.meta)]
     return [n for n in taken if isinstance(ir.value(n), torch.Tensor)]
 
 
@@ -118,7 +118,7 @@ def entry(node: fx.Node, places: Mapping[fx.Node, int]) -> str:
         node: the collective, or the start of one.
         places: as `ir.gradients` returns it, so that two gradients of one shape are not mistaken for each other.
     """
-    c, record = ir.collective(node), node.meta.get(ir.RECORD)
+    c, record = ir.collective(node), node.meta.get(RECORD)
     op = c.op if c is not None else record.op if record is not None else ir.STARTS.get(node.target)
     assert op in COMMUNICATING, f"{node.format_node()} does not communicate"
     reduce_op = node.args[1] if op in ("all_reduce", "reduce_scatter") else None
@@ -126,7 +126,7 @@ def entry(node: fx.Node, places: Mapping[fx.Node, int]) -> str:
         reduce_op = record.reduce_op  # an all_to_all whose parts are then reduced does not name the reduction
     sent = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
     # For a bucket list every part in order: the sum of their sizes would hide a different order.
-    parts = node.meta.get(ir.PARTS) or [ir.value(x) for x in sent if isinstance(x, fx.Node)]
+    parts = node.meta.get(PARTS) or [ir.value(x) for x in sent if isinstance(x, fx.Node)]
     # An all_to_all from outside this library exchanges the rows that it states, which may differ between ranks.
     rows_differ = node.target in ir.ALL_TO_ALLS and record is None
     if c is not None and c.gather_dim is not None and isinstance(c.size, int):
@@ -134,7 +134,7 @@ def entry(node: fx.Node, places: Mapping[fx.Node, int]) -> str:
         parts = [_of_length(parts[0], c.gather_dim, chunk_length(c.size, group_size(c.group), 0))]
     if op == "reduce_scatter" and node.target in ir.ALL_TO_ALLS:
         parts = [part.flatten(0, 1) for part in parts]  # over gloo it is an exchange of rows
-    to = node.meta.get(ir.PLACES) or [places.get(node)] * len(parts)
+    to = node.meta.get(PLACES) or [places.get(node)] * len(parts)
     given = ", ".join([_kind(part, rows_differ) + _to(place) for part, place in zip(parts, to, strict=True)])
     how = f"{op} {reduce_op}" if reduce_op else op if c is None or c.senders is None else f"{op} from {c.senders}"
     return f"{how} of {given}"

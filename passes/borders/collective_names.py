@@ -12,7 +12,7 @@ from torch import fx
 
 from dtensor.comm.profiled import Described, Graph, packed
 from dtensor.job.groups import canonical
-from dtensor.mesh.provenance import MOVE, TRACED
+from dtensor.mesh.provenance import MOVE, PARTS, TRACED
 from dtensor.program.source_lines import is_users
 
 from ..graph import ir
@@ -57,7 +57,7 @@ def _modules(node: fx.Node, compilation: Compilation) -> str:
     """The module that a collective is for; of a bucket the number of tensors, and the first modules."""
     asked = [compilation.module_of(n) for n in node.meta.get(TRACED, ())]
     modules = list(dict.fromkeys([path for path in (*asked, module(node)) if path]))
-    parts = len(node.meta.get(ir.PARTS, ()))
+    parts = len(node.meta.get(PARTS, ()))
     shown = ", ".join(modules[:SHOWN]) + (", …" if len(modules) > SHOWN else "")
     return f"{parts} tensors of {shown or 'the model'}" if parts > 1 else shown
 

@@ -4,7 +4,9 @@ from itertools import pairwise
 
 from torch import fx
 
-from ..graph import ir, ordered
+from dtensor.mesh.provenance import SENT
+
+from ..graph import ordered
 from ..graph.count import between_ranks
 from ..stages import Compilation, Pass
 
@@ -37,7 +39,7 @@ class KeepOrder(Pass):
 
     def __call__(self, graph: fx.Graph) -> int:
         found = [node for node, _ in between_ranks(graph)]
-        if not any(ir.SENT in node.meta for node in found):
+        if not any(SENT in node.meta for node in found):
             return 0
         later = {node: [before] for before, node in pairwise(found) if before not in ordered.earlier(node)}
         if later:

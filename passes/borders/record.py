@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.mesh.provenance import INSIDE, MOVE, SPEC
+from dtensor.mesh.provenance import ARRIVAL, INSIDE, MOVE, SPEC
 from dtensor.mesh.tensor_spec import Spec
 from dtensor.program.source_lines import is_users
 from dtensor.torch_private.core import OpOverload
@@ -204,7 +204,7 @@ def _sent(move: fx.Node) -> fx.Node | None:
 
 
 def _is_of_collective(node: fx.Node) -> bool:
-    return MOVE in node.meta and (getattr(node.target, "namespace", "") in COLLECTIVES or ir.ARRIVAL in node.meta)
+    return MOVE in node.meta and (getattr(node.target, "namespace", "") in COLLECTIVES or ARRIVAL in node.meta)
 
 
 def _number(node: fx.Node) -> int:

@@ -9,6 +9,7 @@ from torch import fx
 
 from dtensor.comm.collectives import KERNELS, LOWERED
 from dtensor.job.groups import group_size
+from dtensor.mesh.provenance import ARRIVAL, ORIGIN, RECORD, SENT, WRITTEN
 from dtensor.torch_private.core import make_fx
 from dtensor.torch_private.symbolic_sizes import sizes_before_strides
 
@@ -88,14 +89,14 @@ def _inline(node: fx.Node, bodies: dict[Hashable, fx.Graph]) -> None:
                 val = ir.evaluated(new) if body is traced_before else ir.value(step)
                 new.meta = {**origin, "val": val}
                 if new.target in ir.STARTS:
-                    new.meta |= {ir.RECORD: info, ir.ORIGIN: (c.op, args), **sent}
+                    new.meta |= {RECORD: info, ORIGIN: (c.op, args), **sent}
                 elif new.target in REDUCTIONS:
-                    new.meta[ir.ARRIVAL] = True
+                    new.meta[ARRIVAL] = True
     ir.replace(node, known[body.output_node().args[0]])  # pyright: ignore
 
 
 def _sent(node: fx.Node, c: ir.Collective) -> dict[str, int]:
-    """The entries `ir.SENT` and `ir.WRITTEN` for the start of `node`; none where its shards are even."""
+    """The entries `SENT` and `WRITTEN` for the start of `node`; none where its shards are even."""
     if sizes.is_even(node) and sizes.is_even(c.x):
         return {}
     most, after = sizes.nbytes(c.x), sizes.nbytes(node)
@@ -103,7 +104,7 @@ def _sent(node: fx.Node, c: ir.Collective) -> dict[str, int]:
         most = after * group_size(c.group)
     elif c.op == "all_to_all":
         most = max(most, after)
-    return {ir.SENT: most, ir.WRITTEN: ir.is_written(c.x)}
+    return {SENT: most, WRITTEN: ir.is_written(c.x)}
 
 
 def _is_static(args: tuple[Any, ...]) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import fx
 
+from dtensor.mesh.provenance import ORIGIN
+
 from ..graph import ir
 from .lower import lowered
 
@@ -16,9 +18,9 @@ from .lower import lowered
 def unlower(start: fx.Node) -> bool:
     """Put back the operator that `start` was lowered from, if all nodes it became are still there and have no other
     users."""
-    if ir.ORIGIN not in start.meta:
+    if ORIGIN not in start.meta:
         return False
-    op, args = start.meta[ir.ORIGIN]
+    op, args = start.meta[ORIGIN]
     body = lowered(op, args)
     (out,) = [node.args[0] for node in body.nodes if node.op == "output"]
     steps = [node for node in body.nodes if node.op == "call_function"]

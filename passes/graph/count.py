@@ -14,6 +14,7 @@ from torch import fx
 
 from dtensor.comm.collectives import COMMUNICATING
 from dtensor.job.groups import group_size
+from dtensor.mesh.provenance import RECORD
 from dtensor.prices import links
 from dtensor.torch_private.symbolic_sizes import hint
 
@@ -61,8 +62,8 @@ def wire_bytes(graph: fx.Graph | fx.GraphModule) -> int:
 
 def describe(node: fx.Node) -> CollectiveInfo | None:
     """Return the collective that `node` is or starts; None for any other node."""
-    if ir.RECORD in node.meta:
-        return node.meta[ir.RECORD]
+    if RECORD in node.meta:
+        return node.meta[RECORD]
     c = ir.collective(node)
     if c is not None and c.op in COMMUNICATING:
         n, full = group_size(c.group), _bytes(ir.value(node if c.op == "all_gather" else c.x))

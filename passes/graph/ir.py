@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from dtensor.comm.collectives import ops
-from dtensor.mesh.provenance import LAYOUT, OPERATOR, SHARDS, SPEC, TRACED
+from dtensor.mesh.provenance import NOTES, OPERATOR, TRACED, Travels
 from dtensor.prices import operators
 from dtensor.torch_private.core import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves, wait_tensors
 from dtensor.torch_private.symbolic_sizes import without_guards
@@ -70,61 +70,16 @@ _COMMUNICATING = dict.fromkeys((*_NAMES, *STARTS))
 ALL_TO_ALLS = (c10d.all_to_all_single.default, ops.all_to_all_start.default)
 """The starts that send each rank as many rows as their lists of splits state."""
 
-RECORD = "dtensor_collective"
-"""The key in a start's `meta` under which `lower` records the `CollectiveInfo` of the operator it lowered."""
-
-ORIGIN = "dtensor_lowered"
-"""The key in a start's `meta` under which `lower` records the operator it lowered and the values of its arguments."""
-
-SENT = "dtensor_sent"
-"""The key in a start's `meta` under which `lower` records, where shards are uneven, the bytes sent by the rank that
-sends most."""
-
-WRITTEN = "dtensor_written"
-"""The key next to `SENT` under which `lower` records whether the sent tensor is written to later. The graph of a rank
-that pads it does not show that: there a copy is sent."""
-
-PARTS = "dtensor_parts"
-"""The key in a start's `meta` under which `bucket` records the values of the tensors that travel together."""
-
-PLACES = "dtensor_places"
-"""The key in a start's `meta` under which `bucket` records, for each of these tensors, the position of the backward's
-result that it becomes, or None."""
-
-ARRIVAL = "dtensor_arrival"
-"""The key in the `meta` of the nodes that `lower` inserts after a wait to reduce the data that arrived. They count as
-part of the collective."""
-
-PARAMETER = "dtensor_parameter"
-"""The key in a placeholder's `meta` that marks it as a parameter or a buffer, which the caller holds anyway."""
-
-SIZE = "dtensor_size"
-"""The key in a node's `meta` under which `sizes` caches its results."""
-
-PART = "dtensor_part"
-"""The key in the `meta` of the nodes that run on one microbatch, under which `split_batch` records which one."""
-
-# The value of a node and facts that hold for it alone. Everything else in `meta` is provenance.
-_OWN_META = frozenset(
+_OF_ONE_VALUE = frozenset(
     (
-        "val",
-        "tensor_meta",
-        "eager_input_vals",
-        "unbacked_bindings",
-        "example_value",
-        RECORD,
-        ORIGIN,
-        SENT,
-        WRITTEN,
-        PARTS,
-        PLACES,
-        ARRIVAL,
-        LAYOUT,
-        SHARDS,
-        SIZE,
-        SPEC,
+        *("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "example_value"),
+        *[note for note in NOTES if note.travels in (Travels.NEVER, Travels.TO_THE_NEXT)],
     )
 )
+"""What `meta` holds of a node's value alone, by torch and by this library. Everything else is provenance."""
+
+_OF_ONE_CALL = tuple([note for note in NOTES if note.travels is Travels.WITH_THE_CALL])
+_HANDED_ON = tuple([note for note in NOTES if note.travels is Travels.TO_THE_NEXT])
 
 # Operators that share memory with their argument although their schema does not state it.
 _HIDDEN_ALIASES = frozenset((aten._unsafe_view.default, WAIT, WAIT_FOR_ALL, operator.getitem))
@@ -335,7 +290,7 @@ def gradients(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def provenance(node: fx.Node) -> dict[str, Any]:
     """Return the part of `node.meta` that records where the node came from."""
-    return {key: item for key, item in node.meta.items() if key not in _OWN_META}
+    return {key: item for key, item in node.meta.items() if key not in _OF_ONE_VALUE}
 
 
 def insert(
@@ -357,7 +312,8 @@ def insert(
         node = before.graph.call_function(target, args, kwargs)
     node.meta = provenance(like)
     if like.target is not target:
-        node.meta.pop(OPERATOR, None)
+        for note in _OF_ONE_CALL:
+            node.meta.pop(note, None)
     node.meta["val"] = propagate(node)
     return node
 
@@ -384,8 +340,9 @@ def replace(node: fx.Node, new: fx.Node) -> fx.Node:
         if permuted:
             back = [order.index(dim) for dim in range(len(order))]
             new = insert(node, aten.permute.default, (new, back), like=node)
-    if SPEC in node.meta:
-        new.meta.setdefault(SPEC, node.meta[SPEC])
+    for note in _HANDED_ON:
+        if note in node.meta:
+            new.meta.setdefault(note, node.meta[note])
     redirect(node, new)
     node.graph.erase_node(node)
     return new

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dtensor.mesh.provenance import ARRIVAL
 from dtensor.torch_private.core import OpOverload
 
 from . import ir, steps
@@ -116,7 +117,7 @@ def floats(node: fx.Node) -> bool:
     if not ir.is_local_pure(node):
         return False
     scales = node.target in SCALES and len(node.all_input_nodes) == 1
-    return scales or node.target in CARRIERS or ir.ARRIVAL in node.meta or ir.aliases(node) or _is_number(node)
+    return scales or node.target in CARRIERS or ARRIVAL in node.meta or ir.aliases(node) or _is_number(node)
 
 
 def floating(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:

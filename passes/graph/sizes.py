@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from dtensor.job.groups import group_size
-from dtensor.mesh.provenance import SHARDS, shards_of
+from dtensor.mesh.provenance import SHARDS, SIZE, shards_of
 from dtensor.torch_private.core import FakeTensor, tree_map
 from dtensor.torch_private.symbolic_sizes import hint, number_if_guarded, number_if_known, write_numbers
 
@@ -110,7 +110,7 @@ def _of_numbers(x: Any) -> Any:
         return x.as_strided(shape, stride, number_if_known(x.storage_offset()))
 
 
-_KNOWN = ir.SIZE
+_KNOWN = SIZE
 
 
 def _of(node: fx.Node) -> tuple[int, bool]:

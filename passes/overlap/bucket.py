@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from dtensor.job.groups import group_size
-from dtensor.mesh.provenance import TRACED
+from dtensor.mesh.provenance import PART, PARTS, PLACES, RECORD, SENT, TRACED, WRITTEN
 
 from ..graph import groups, ir
 from ..graph.count import CollectiveInfo, describe
@@ -113,7 +113,7 @@ class _Start:
 
 
 def _read(node: fx.Node) -> _Start | None:
-    if node.target not in MEMBERS or ir.RECORD not in node.meta or not _is_even(node):
+    if node.target not in MEMBERS or RECORD not in node.meta or not _is_even(node):
         return None
     x, wait = node.args[0], ir.only_user(node)
     if not isinstance(x, fx.Node) or wait is None or wait.target is not ir.WAIT:
@@ -124,12 +124,12 @@ def _read(node: fx.Node) -> _Start | None:
     if not ir.is_contiguous(val) or _is_written(node, x) or ir.is_written(wait):
         return None
     op, group = MEMBERS[node.target], str(node.args[-1])
-    nbytes = node.meta.get(ir.SENT, val.numel() * val.element_size())
+    nbytes = node.meta.get(SENT, val.numel() * val.element_size())
     size = nbytes * info.group_size if op == "all_gather" else nbytes
     fixed = groups.seconds(op, 0, group)
     per_byte = groups.seconds(op, 1, group) - fixed
     copied = groups.seconds("shard", size, group) - groups.seconds("shard", 0, group)
-    key = (node.target, info.op, info.reduce_op, val.dtype, node.meta.get(ir.PART), *map(str, node.args[1:]))
+    key = (node.target, info.op, info.reduce_op, val.dtype, node.meta.get(PART), *map(str, node.args[1:]))
     return _Start(node, wait, op, key, size, fixed, per_byte, 2 * copied)
 
 
@@ -139,7 +139,7 @@ def _sent(s: _Start) -> int:
 
 def _is_written(node: fx.Node, x: fx.Node) -> bool:
     """Whether the sent tensor is written to later, on this rank or on another."""
-    return node.meta.get(ir.WRITTEN, False) or ir.is_written(x)
+    return node.meta.get(WRITTEN, False) or ir.is_written(x)
 
 
 def _is_even(node: fx.Node) -> bool:
@@ -246,11 +246,11 @@ def _write(bucket: list[_Start], places: dict[fx.Node, int]) -> None:
     lengths = [ir.value(s.x).numel() // (n if join is _rows else 1) for s in bucket]
     buffer = join(here, [s.x for s in bucket], n, first)
     start = ir.insert(here, first.target, (buffer, *first.args[1:]), like=first)
-    start.meta[ir.RECORD] = _record(bucket)
-    if any(ir.SENT in s.node.meta for s in bucket):
-        start.meta[ir.SENT] = sum([_sent(s) for s in bucket])
-    start.meta[ir.PARTS] = [ir.value(s.x) for s in bucket]
-    start.meta[ir.PLACES] = [places.get(s.node) for s in bucket]
+    start.meta[RECORD] = _record(bucket)
+    if any(SENT in s.node.meta for s in bucket):
+        start.meta[SENT] = sum([_sent(s) for s in bucket])
+    start.meta[PARTS] = [ir.value(s.x) for s in bucket]
+    start.meta[PLACES] = [places.get(s.node) for s in bucket]
     start.meta[TRACED] = ir.traced([s.node for s in bucket])
     wait = ir.insert(here, ir.WAIT, (start,), like=bucket[0].wait)
     pieces = part(here, wait, n, lengths, first)

@@ -8,6 +8,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.comm.collectives import KEPT
+from dtensor.mesh.provenance import PARAMETER
 
 from ..graph import groups, ir, sizes
 from ..stages import MARKED, Compilation, Pass
@@ -168,7 +169,7 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 
 def _is_of_parameter(node: fx.Node) -> bool:
     *_, first = _sources(node)
-    return bool(first.meta.get(ir.PARAMETER))
+    return bool(first.meta.get(PARAMETER))
 
 
 def _beyond(found: list[fx.Node], budget: int) -> list[fx.Node]:

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from dtensor.job.groups import group_size
+from dtensor.mesh.provenance import PART, SENT
 from dtensor.torch_private.symbolic_sizes import hint
 
 from ..graph import ir
@@ -79,8 +80,8 @@ class Schedule(Pass):
         starts = [node for node in nodes if _is_plain(node)]
         if not starts:
             return 0
-        parts = 1 + max([node.meta.get(ir.PART, 0) for node in starts])
-        sizes = [_in_flight(node) * (parts if ir.PART in node.meta else 1) for node in starts]
+        parts = 1 + max([node.meta.get(PART, 0) for node in starts])
+        sizes = [_in_flight(node) * (parts if PART in node.meta else 1) for node in starts]
         ahead = max(sizes) if self.ahead is None else self.ahead
         before, floats, order = dependencies(graph), floating(nodes), nodes
         for _ in range(ROUNDS):
@@ -111,7 +112,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 def _in_flight(start: fx.Node) -> int:
     """Bytes held between a start and its wait, on the rank that holds most."""
-    sent = start.meta.get(ir.SENT)
+    sent = start.meta.get(SENT)
     if sent is None:
         return _bytes(ir.value(start)) + _bytes(ir.value(start.all_input_nodes[0]))
     op, n = ir.STARTS[start.target], group_size(str(start.args[-1]))

@@ -10,6 +10,7 @@ from torch import fx
 
 from dtensor.errors import ArgumentError
 from dtensor.layout.layout import Layout
+from dtensor.mesh.provenance import PARAMETER, PART
 from dtensor.mesh.tensor_spec import Spec
 from dtensor.rules import FOR_EMPTY, Call, Candidate, Output, Rule, candidates, rule_of
 from dtensor.rules.call import replaced
@@ -57,7 +58,7 @@ class SplitBatch(Pass):
     `schedule` then lets the microbatches take turns: one computes while the other communicates. The graph sends as many
     bytes as before, in more collectives.
 
-    The batch is the first dim of the first input that is not a parameter (`ir.PARAMETER` marks these), and of the other
+    The batch is the first dim of the first input that is not a parameter (`PARAMETER` marks these), and of the other
     inputs and tangents whose first dim has that length. From there on the operators' sharding rules decide:
 
     - An operator runs on microbatches if its rule allows it and its other operands need at most be sliced.
@@ -148,7 +149,7 @@ def _on_parts(node: fx.Node, outputs: dict[fx.Node, tuple[Cut, ...]]) -> bool:
 def _batch(graph: fx.Graph, parts: int) -> list[fx.Node]:
     """The inputs that hold the batch; empty if it cannot be split evenly."""
     inputs = [n for n in graph.find_nodes(op="placeholder") if isinstance(ir.value(n), torch.Tensor)]
-    given = [n for n in inputs if ir.PARAMETER not in n.meta and ir.value(n).dim()]
+    given = [n for n in inputs if PARAMETER not in n.meta and ir.value(n).dim()]
     first = next((n for n in given if not _is_tangent(n)), None)
     if first is None or not sizes.is_even(first):
         return []
@@ -314,7 +315,7 @@ class _Rewrite:
         """Microbatch `k` of `node`."""
         args, kwargs = self.arguments(node, split, k)
         made = ir.insert(node, node.target, args, kwargs, like=node)
-        made.meta[ir.PART] = k
+        made.meta[PART] = k
         return made
 
     def arguments(self, node: fx.Node, split: Split, k: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -114,7 +114,7 @@ class Attempts:
             return tmp / "whole.safetensors"
 
         return {
-            **vars(dtensor),
+            **{name: getattr(dtensor, name) for name in (*vars(dtensor), *dtensor.__all__)},
             **vars(parallel),
             **self.meshes,
             "F": F,

@@ -2,30 +2,32 @@
 said of the call.
 
 The other tests find what is offered and wrong. What is right and offered no more would only be slower, so it is listed
-here: `EXPECTTEST_ACCEPT=1 pytest tests/rules/test_candidates.py` rewrites `candidates.txt`; read the diff.
+here, in a file for each family: `EXPECTTEST_ACCEPT=1 pytest tests/rules/test_candidates.py` rewrites `candidates/`;
+read the diff.
 """
 
 import difflib
 import importlib
 import inspect
 import os
+import shutil
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from dtensor.rules import RULES, base_name
+from dtensor.rules import FAMILIES, RULES, base_name, families, rule_of
 from dtensor.rules.call import BY_VALUE
 from dtensor.rules.families.pointwise import FALLING, LINEAR, RISING
 from dtensor.rules.families.random import FILLS, LIKE
-from dtensor.rules.rule import candidates
+from dtensor.rules.notation import LETTERS
+from dtensor.rules.rule import candidates, shares_dim
 from dtensor.testing.rules.candidates import (
     Case,
     OneAxis,
     call_and_rule,
     check_sizes,
-    layout_of,
     tensors,
     wrong_candidates,
 )
@@ -35,7 +37,7 @@ from dtensor.testing.rules.candidates import integers as ints
 from tests.rules.checking import check, redrawn, whole
 
 HERE = Path(__file__).parent
-FILE = HERE / "candidates.txt"
+TABLES = HERE / "candidates"
 aten = torch.ops.aten
 CLAMPS = {"clamp", "clamp_min", "clamp_max"}
 
@@ -214,6 +216,18 @@ def drawn_cases():
             yield c(op.default, x, noise, 0.1, 0.3, training)
 
 
+def of_lists_cases():
+    """Fused steps, as dispatch calls them for each parameter; `test_optimizer.py` runs them."""
+    p, step, flags = f(4, 6), f(), {"weight_decay": 0.0, "eps": 1e-8, "maximize": False}
+    adam = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "amsgrad": False}
+    sgd = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "is_first_step": False}
+    for op in (aten._fused_adam_.default, aten._fused_adamw_.default):
+        yield c(op, [p], [p], [p], [p], [], [step], **adam, **flags)
+        yield c(op, [p], [p], [p], [p], [p], [step], **{**adam, "amsgrad": True}, **flags)
+    yield c(aten._fused_adagrad_.default, [p], [p], [p], [step], lr=0.1, lr_decay=0.0, **flags)
+    yield c(aten._fused_sgd_.default, [p], [p], [p], weight_decay=0.0, maximize=False, **sgd)
+
+
 def memory_cases():
     """Whatever lay in memory."""
     x = f(4, 6)
@@ -244,11 +258,7 @@ def of_gpus_cases():
         yield c(aten._fused_rms_norm_backward.default, f(4, 6), f(4, 6), [6], f(4, 1), f(6), mask)
 
 
-OTHERS = ("across", "written", "unread", "home", "refuses_empty", "shape_arg")
-"""Attributes of a rule that its candidates do not tell."""
-
-
-NOT_RUN = (".drawn_cases", ".memory_cases", ".of_gpus_cases")
+NOT_RUN = (".of_lists_cases", ".drawn_cases", ".memory_cases", ".of_gpus_cases")
 """Calls of which only what the rules offer is looked at."""
 
 
@@ -281,42 +291,91 @@ def said(value):
 
 
 def offered(case):
-    """The call, and below it a line for each candidate and one for what else the rule says."""
+    """The call, and what its rule offers, as one line in the notation.
+
+    Letters are the factors that some candidate shards, in the order in which they are tried, in parentheses if only
+    evenly. Behind the text stand what makes results partial (`b:sum`, or for each result; `b:+0` for operands that are
+    added), the operands in which it is linear, and whatever else candidates do not tell.
+    """
     call, rule = call_and_rule(case, OneAxis(2))
     check_sizes(case, call, rule)
+    table = candidates(rule)
+    names = {c.factor: LETTERS[i] for i, c in enumerate(x for x in table if x.factor is not None)}
     given = [*map(said, case.args), *[f"{name}={said(x)}" for name, x in sorted(case.kwargs.items())]]
-    lines = [f"{case.func} {' '.join(given)}"]
-    ndims = [[x.dim() for x in tensors((case.args, case.kwargs))], [o.ndim if o else 0 for o in call.outputs]]
-    for found in candidates(rule):
-        sides = [
-            [layout_of(state, ndim).text for state, ndim in zip(states, ndim_of)]
-            for states, ndim_of in zip((found.inputs, found.outputs), ndims)
-        ]
-        lines.append(f"    {' '.join(sides[0])} -> {' '.join(sides[1])}")
-    others = [
-        f"{name}={said(x)}" for name in OTHERS if (x := getattr(rule, name)) is not None and x != {} and x != set()
-    ]
+    terms = [["1"] * x.dim() for x in tensors((case.args, case.kwargs))]
+    results = [["1"] * o.ndim if o else ["-"] for o in call.outputs]
+    told: list[str] = []
+    for found in table:
+        ops = [x if isinstance(x, str) else "-" for x in found.outputs]
+        if found.factor is None:
+            told += [
+                f"{op}:{''.join([str(i) for i, x in enumerate(found.inputs) if x])}->{ops[0]}"
+                for op in {*found.inputs} - {None}
+            ]
+            continue
+        name = names[found.factor]
+        for dims, state in zip((*terms, *results), (*found.inputs, *found.outputs)):
+            if isinstance(state, int):
+                sign = f"({name})" if shares_dim(rule, found.factor) else name
+                dims[state] = sign if dims[state] == "1" else dims[state] + sign
+        added = [f"{name}:+{i}" for i, x in enumerate(found.inputs) if isinstance(x, str)]
+        reduced = [] if set(ops) == {"-"} else [f"{name}:{ops[0] if len(set(ops)) == 1 else ','.join(ops)}"]
+        told += [*added, *reduced]
+    summed = [t.removeprefix("sum:").removesuffix("->sum") for t in told if t.startswith("sum:")]
+    linear = [g for g in summed if f"avg:{g}->avg" in told]
+    told = [t for t in told if not any(t in (f"sum:{g}->sum", f"avg:{g}->avg") for g in linear)]
+    told += [f"linear={','.join(linear)}"] if linear else []
+    text = "->".join([",".join(map("".join, side)) for side in (terms, results)])
     run = getattr(rule.local, "func", rule.local)  # of a partial what it calls
-    local = [] if run is None else [f"local={run.__name__}"]
-    return "\n".join([*lines, *([f"    {' '.join([*local, *others])}"] if local or others else [])])
+    others = {
+        "local": run and run.__name__,
+        "across": rule.across and rule.local and sorted(names.get(f, "") for f in rule.across),
+        "all_reduces": {names[f]: n for f, n in rule.all_reduces.items() if f in names},
+        "refuses_empty": rule.local and sorted(names[f] for f in rule.refuses_empty if f in names),
+        **{name: getattr(rule, name) for name in ("written", "unread", "home", "shape_arg")},
+    }
+    told += [f"{name}={said(x)}" for name, x in others.items() if x]
+    return f"{case.func} {' '.join(given)}: {' '.join([text, *told])}"
+
+
+def family(func):
+    """The module of the rule of an operator."""
+    make = rule_of(func)
+    assert make is not None, func
+    return make.__module__.rpartition(".")[2]
 
 
 def test_what_rules_offer():
-    blocks: dict[str, list[str]] = {}
-    for maker, case in every_call():
-        block = offered(case)
-        if block not in blocks.setdefault(maker, []):
-            blocks[maker].append(block)
-    text = "".join([f"# {maker}\n\n" + "\n".join(found) + "\n\n" for maker, found in blocks.items()])
-    assert len(blocks) > 30
+    tables: dict[str, dict[str, None]] = {}
+    for _, case in every_call():
+        tables.setdefault(family(case.func), {})[offered(case)] = None
     if os.environ.get("EXPECTTEST_ACCEPT"):
-        FILE.write_text(text)
-    old, new = FILE.read_text().splitlines(), text.splitlines()
-    assert old == new, "\n".join(difflib.unified_diff(old, new, "candidates.txt", "as it is", lineterm="", n=2))
+        shutil.rmtree(TABLES, ignore_errors=True)
+        TABLES.mkdir()
+        for name, lines in tables.items():
+            (TABLES / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    assert {path.stem for path in TABLES.glob("*.txt")} == set(tables)
+    for name, lines in tables.items():
+        old = (TABLES / f"{name}.txt").read_text().splitlines()
+        assert old == [*lines], "\n".join(difflib.unified_diff(old, [*lines], name, "as it is", lineterm="", n=2))
+
+
+def test_every_family_has_calls():
+    """In a table of its name, which is made of what the cases of this folder call."""
+    names = {module.__name__.rpartition(".")[2] for module in FAMILIES}
+    tables = {path.stem for path in TABLES.glob("*.txt")}
+    assert not (missing := names - tables), f"no case in tests/rules calls an operator of these families: {missing}"
+    assert not (idle := tables - names), f"these tables belong to no module of FAMILIES: {idle}"
+
+
+def test_every_family_is_listed():
+    """A module of the folder that is not in FAMILIES would fill no table."""
+    helpers = {"replicated", "row_lookup"}
+    modules = {path.stem for path in Path(families.__path__[0]).glob("*.py")} - {"__init__"}
+    assert modules - helpers == {module.__name__.rpartition(".")[2] for module in FAMILIES}
 
 
 ELSEWHERE = {
-    **dict.fromkeys(["_fused_adam", "_fused_adamw", "_fused_adagrad", "_fused_sgd"], "of lists: test_optimizer.py"),
     **dict.fromkeys(["convolution_overrideable", "convolution_backward_overrideable"], "for devices outside of torch"),
     "_pin_memory": "needs a GPU",
 }
@@ -358,7 +417,7 @@ def test_rules_do_not_look_at_floats():
             continue
         changed += 1
         other = Case(case.func, args, kwargs=kwargs)
-        assert offered(case).split("\n")[1:] == offered(other).split("\n")[1:], case.func
+        assert offered(case).split(": ", 1)[1] == offered(other).split(": ", 1)[1], case.func
     assert changed > 100
 
 

@@ -41,7 +41,7 @@ def test_one_error(fake_mesh, tmp_path, call, kind, words):
     """It names what was given, and what to write instead, or it is torch's where that says so, too."""
     mesh = fake_mesh(2)
     names = {
-        **vars(dtensor),
+        **{name: getattr(dtensor, name) for name in (*vars(dtensor), *dtensor.__all__)},
         **vars(parallel),
         "ROWS": ROWS,
         "dtensor": dtensor,

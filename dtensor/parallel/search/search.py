@@ -22,7 +22,7 @@ from ...prices.calibrated import links_here
 from ...prices.links import INTER, INTRA, Link, Network
 from ...prices.machine import MACHINES, Machine
 from ...program.stages import Stage
-from ..whole_model.plan import FINDERS, Plan, modules_of, recomputed_of
+from ..whole_model.plan import Plan, modules_of, recomputed_of
 from ..whole_model.prediction import Prediction
 from .best import Best
 from .choices import Choices
@@ -369,7 +369,5 @@ def _mesh(
     given = Network.of(network.sizes, tuple([links.get(axis, known) for axis, known in zip(sizes, network.links)]))
     return sizes, given, own, device
 
-
-FINDERS["auto"] = search
 
 __all__ = ["PER_HOST", "Mode", "layers_of", "predict", "search"]

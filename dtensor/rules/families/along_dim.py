@@ -48,8 +48,6 @@ def along(call: Call) -> Rule:
 
 
 SEARCHED = {
-    "searchsorted.Tensor": "...1,...v,...1->...v",
-    "searchsorted.Scalar": "*,*->",
     "bucketize.Tensor": "...,1->...",
     "bucketize.Scalar": "1->",
     "isin.Tensor_Tensor": "...,*->...",
@@ -59,6 +57,14 @@ SEARCHED = {
 """Operators that search for values in other tensors."""
 
 rule_table(__name__, SEARCHED)
+
+
+@rule_for("searchsorted")
+def searchsorted(call: Call) -> str:
+    """Each row of values is searched for in a row of numbers, or all in one row."""
+    if call.func._overloadname == "Scalar":
+        return "*,*->"
+    return "...1,...v,...1->...v" if call["self"].ndim else "*,,*->"
 
 
 @rule_for("renorm")

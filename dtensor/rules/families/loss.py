@@ -70,11 +70,11 @@ MARGIN = {
 
 
 @rule_for(*MARGIN)
-def margin_loss(call: Call) -> Rule:
+def margin_loss(call: Call) -> Rule | str:
     reduced, backward = call["reduction"] in (MEAN, SUM), call.has("grad_output")
     text, reduce = MARGIN[call.name][reduced], "n" if reduced and not backward else ""
     if call["self"].ndim < 2:  # a single sample
-        text, reduce = text.replace("n1", "*").replace("n", "*"), ""
+        return text.replace("n1", "*").replace("n", "*")
     return library_rule(text, linear=0 if backward else (), reduce=reduce, local=_local_margin)
 
 

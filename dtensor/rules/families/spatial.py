@@ -64,9 +64,7 @@ PADDED = {
 }
 
 REARRANGED = {
-    "pixel_shuffle": LibraryRule(
-        "...(crs)hw->...c(hr)(ws)", linear=0, sizes={"r": "upscale_factor", "s": "upscale_factor"}, last="c"
-    ),
+    "pixel_shuffle": Rule("...(crs)hw->...c(hr)(ws)", linear=0, sizes={"r": "upscale_factor", "s": "upscale_factor"}),
     "pixel_unshuffle": Rule(
         "...c(hr)(ws)->...(crs)hw", linear=0, sizes={"r": "downscale_factor", "s": "downscale_factor"}
     ),

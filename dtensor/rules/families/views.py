@@ -73,14 +73,15 @@ def _common(x: Any, y: Any) -> Any:
 
 
 @rule_for("view", "_unsafe_view", "reshape", "_reshape_copy", "view_copy", "_reshape_alias")
-def view(call: Call) -> Rule:
+def view(call: Call) -> Rule | str:
     (out,) = call.outputs
     assert out is not None
     if call.has("dtype"):  # not linear, and the last dim changes its length if the element size changes
-        return Rule("...->..." if out.dtype.itemsize == call["self"].dtype.itemsize else "...1->...1")
+        return "...->..." if out.dtype.itemsize == call["self"].dtype.itemsize else "...1->...1"
     text, sizes = view_text(call["self"].shape, out.shape)
     make = partial(LibraryRule, sizes=sizes) if sizes else library_rule
-    return make(text, linear=0, shape_arg="size" if call.has("size") else "shape")
+    in_order = "".join(sorted({f for f in text if f in LETTERS}))
+    return make(text, linear=0, last=in_order, shape_arg="size" if call.has("size") else "shape")
 
 
 def follow(call: Call, source: Sequence[int | None], whole: Collection[int] = (), **options: Any) -> Rule:

@@ -3,6 +3,7 @@
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
+from dtensor.mesh.provenance import SENT
 from dtensor.passes import Agree, Compilation, KeepOrder, Lower
 from dtensor.passes.graph import ir
 
@@ -16,7 +17,7 @@ def lowered(bench, *, uneven):
     gm = bench.trace(f, (4,), (4,), (4,))
     Lower()(gm.graph)
     if uneven:
-        next(node for node in gm.graph.nodes if node.target in ir.STARTS).meta[ir.SENT] = 16
+        next(node for node in gm.graph.nodes if node.target in ir.STARTS).meta[SENT] = 16
     return gm
 
 

@@ -8,6 +8,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from dtensor.comm.collectives import ops
+from dtensor.mesh.provenance import RECORD
 from dtensor.passes import Bucket, Lower, count, run, wire_bytes
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.count import describe
@@ -97,7 +98,7 @@ def test_uneven_exchanges_of_others_stay_apart(bench):
     gm = bench.trace(f, (4, 2), (4,))
     for node in gm.graph.nodes:
         if node.target is c10d.all_to_all_single.default:
-            node.meta[ir.RECORD] = describe(node)  # as if lowered, but for the splits
+            node.meta[RECORD] = describe(node)  # as if lowered, but for the splits
     assert bench.keeps(Bucket(), gm)
 
 

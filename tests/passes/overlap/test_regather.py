@@ -4,8 +4,8 @@ from expecttest import assert_expected_inline
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.comm.collectives import KEPT, ops
+from dtensor.mesh.provenance import PARAMETER
 from dtensor.passes import Regather, text
-from dtensor.passes.graph import ir
 
 
 def joint(bench, f, *shapes, parameters=(), dtype=None):
@@ -13,7 +13,7 @@ def joint(bench, f, *shapes, parameters=(), dtype=None):
     gm = bench.trace(f, *shapes)
     holders, tag = [n for n in gm.graph.nodes if n.op == "placeholder"], "is_forward"
     for k in parameters:
-        holders[k].meta[ir.PARAMETER] = True
+        holders[k].meta[PARAMETER] = True
     for node in gm.graph.nodes:
         if "sin" in node.name:
             tag = "is_backward"

@@ -5,6 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
+from dtensor.mesh.provenance import PARAMETER, PART
 from dtensor.passes import Bucket, Lower, Schedule, SplitBatch, collectives, run
 from dtensor.passes.graph import ir
 from dtensor.passes.overlap.split_batch import FEWEST
@@ -18,7 +19,7 @@ def traced(bench, f, *shapes, parameters=(), **kwargs):
     gm = bench.trace(f, *shapes, **kwargs)
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if i in parameters:
-            node.meta[ir.PARAMETER] = True
+            node.meta[PARAMETER] = True
     return gm
 
 
@@ -133,7 +134,7 @@ def test_halves_take_turns(bench):
     words = []
     for node in gm.graph.nodes:
         if node.target in ir.STARTS or node.target is ir.WAIT or node.target is aten.mm.default:
-            words.append(f"{node.target.__name__.partition('.')[0]}:{node.meta[ir.PART]}")
+            words.append(f"{node.target.__name__.partition('.')[0]}:{node.meta[PART]}")
     assert " ".join(words) == (
         "mm:0 all_reduce:0 mm:1 all_reduce:1 wait_tensor:0 mm:0 all_reduce:0 wait_tensor:1 mm:1 all_reduce:1 "
         "wait_tensor:0 wait_tensor:1"
