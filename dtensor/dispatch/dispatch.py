@@ -325,7 +325,10 @@ def with_plain_wrapped(
     mesh = operands[0].mesh
     first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
     if is_in_place(func) and not isinstance(first, DTensorType) and not may_be_written(first):
-        raise MixedTensorError(f"{func} would write a DTensor into a plain tensor; write x.full_tensor() to read it")
+        raise MixedTensorError(
+            f"{func} would write a DTensor into a plain tensor; write x.full_tensor() to read it, and in an "
+            "adapter put it on the model before that is sharded"
+        )
 
     def replicated(a: Any) -> Any:
         if isinstance(a, (list, tuple)):

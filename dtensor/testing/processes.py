@@ -28,7 +28,7 @@ from ..program.stages import Stage
 from .child import LEAVE, STACKS_SIGNAL, ChildJob, Failure, Surroundings, rank_main
 from .references import FunctionReference
 
-PRELOADED = ["dtensor.compile", "dtensor.testing.child", "torch._inductor.compile_fx"]
+PRELOADED = ["dtensor.compile", "dtensor.testing.child", "torch._inductor.compile_fx", "dtensor.testing.preloaded"]
 """Modules that the server process has imported before ranks are forked from it."""
 
 READ_AT_IMPORT = ("TORCH", "PYTORCH", "DTENSOR", "OMP_", "MKL_", "PYTHON")

@@ -2,15 +2,18 @@
 
 import re
 
+import pytest
+
 from dtensor.testing import with_ranks
 from tests.docs.pages import README, ROOT, run_blocks
 
 TEXT = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param(None, marks=pytest.mark.nightly)])
 @with_ranks(2)
-def test_python_of_the_readme_runs(rank):
-    names = run_blocks(README)
+def test_python_of_the_readme_runs(rank, inner):
+    names = run_blocks(README, inner=inner)
     assert names["y"].full_tensor()[0].tolist() == [5.0, 14.0, 23.0, 32.0]
     assert names["model"][0].weight.placements[0].is_shard(0)
     assert names["compiled"](names["torch"].ones(8, 64)).shape == (8, 64)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults.hosts import HERE, Host, children, is_running, kill
+from tests.interpreter import python
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,is_host=0"
@@ -66,6 +67,8 @@ class Launched:
         options: further arguments of the example.
         steps: at which step the job ends.
         every: steps from one checkpoint to the next.
+        forked: whether ranks are forked from a server, which takes less, and not started by torchrun itself: their
+            parent is another then.
     """
 
     hosts: Sequence[Host]
@@ -75,6 +78,7 @@ class Launched:
     steps: int
     every: int
     options: Sequence[str] = ()
+    forked: bool = False
     losses: list[tuple[int, str]] = field(default_factory=list)
     rounds: list[Started] = field(default_factory=list)
     kills: list[Killed] = field(default_factory=list)
@@ -108,6 +112,7 @@ class Launched:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if len(self.hosts) > 1 else "0",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder.parent / "inductor"),
+            **({"PYTHON_EXEC": python()} if self.forked else {}),
         }
         with open(self.folder / "out", "ab") as out, open(self.folder / "errors", "ab") as errors:
             command = host.command(sys.executable, *words)

@@ -59,7 +59,7 @@ def test_a_killed_rank_is_started_again(orphaned, tmp_path):
     """On one host, in the fourth step, with torchrun as it is by default."""
     how = {"each": 2, "nodes": "1", "steps": 8, "every": 3, "options": ["--pause", "0.05"]}
     wanted, _ = orphaned
-    with Launched([HERE], tmp_path / "disturbed", **how) as job:
+    with Launched([HERE], tmp_path / "disturbed", forked=True, **how) as job:
         job.until(lambda: job.step >= 4, STARTED)
         job.kill("worker", HERE, 1)
         job.finish(LONG)

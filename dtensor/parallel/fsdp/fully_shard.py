@@ -19,6 +19,7 @@ from ...errors import ArgumentError, ArgumentTypeError, MeshError, PlacementErro
 from ...layout.placements import Shard, as_placements
 from ...mesh.mesh import one_object
 from ..modules.replaced import following
+from .added_later import remember
 from .mixed_precision import MixedPrecisionPolicy
 from .sharded_module import join, plain_class, sharded_class
 from .sharding import SHARDED_AS, planned, sharded
@@ -109,6 +110,8 @@ def fully_shard(
         advice.append(OUTSIDE)
     with following(*modules):
         parts.shard(src_data_rank)
+    for found in modules:
+        remember(found)
     return module
 
 

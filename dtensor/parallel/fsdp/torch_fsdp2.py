@@ -10,6 +10,7 @@ from ...mesh.mesh import one_object
 from ...tensor.tensor import DTensor
 from ...tensor.torch_dtensor import is_torch_dtensor
 from ...torch_private.fsdp import FSDP2Parameter, FSDP2Unit
+from .added_later import remember
 from .fully_shard import policy_of
 from .sharded_module import join
 from .sharding import of_part, planned
@@ -42,6 +43,8 @@ def take_over(units: list[FSDP2Unit], taken: list[Taken]) -> None:
                 module._parameters[name] = made
         for module, how in hows.items():
             join(module, ours, how, module in unit.modules)
+    for module in {module: None for unit in units for module in unit.modules}:
+        remember(module)
 
 
 def _taken_over(given: FSDP2Parameter, unit: FSDP2Unit) -> tuple[nn.Parameter, Unshard]:

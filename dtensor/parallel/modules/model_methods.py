@@ -19,8 +19,13 @@ METHODS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {}
 def teach_methods(module: nn.Module) -> None:
     """Give a sharded module the methods in `METHODS` that its class has."""
     names = tuple([name for name in METHODS if callable(getattr(type(module), name, None))])
-    if names and not any(vars(cls).get(MADE, [None])[0] is taught_class for cls in type(module).__mro__):
+    if names and not is_taught(module):
         module.__class__ = taught_class(type(module), names)
+
+
+def is_taught(module: nn.Module) -> bool:
+    """Whether a module has methods for sharded models."""
+    return any(vars(cls).get(MADE, [None])[0] is taught_class for cls in type(module).__mro__)
 
 
 @functools.cache
@@ -30,4 +35,4 @@ def taught_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     return made_class(taught_class, cls, names, **inside)
 
 
-__all__ = ["METHODS", "teach_methods"]
+__all__ = ["METHODS", "is_taught", "teach_methods"]

@@ -7,7 +7,7 @@ optimizer raises. The modules then take whole tensors in `load_state_dict` (`pla
 that work on shards (`model_methods`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -74,6 +74,10 @@ class _Changes:
 
 _changes = _Changes()
 _hooked: list[Any] = []
+
+checks: list[Callable[[Optimizer], None]] = []
+"""What else is checked of an optimizer, before its first step after a model was sharded."""
+
 _checked: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 """For each optimizer, the changes that its parameters have followed, and its number of groups then."""
 
@@ -88,11 +92,14 @@ def follow(optimizer: Optimizer) -> None:
     """Put the parameters that replaced those of `optimizer` into its groups, as its next step does.
 
     Raises:
-        ShardingError: the optimizer has state or a gradient for a replaced parameter, or also holds the new one.
+        ShardingError: the optimizer has state or a gradient for a replaced parameter, or also holds the new one; or it
+            holds what `checks` refuse.
     """
     now = _changes.count, len(optimizer.param_groups)
     if _checked.get(optimizer) != now:
         _follow(optimizer)
+        for check in checks:
+            check(optimizer)
         _checked[optimizer] = now
 
 
@@ -126,4 +133,4 @@ def _newest(parameter: Any) -> Any:
     return parameter
 
 
-__all__ = ["follow", "following"]
+__all__ = ["checks", "follow", "following"]

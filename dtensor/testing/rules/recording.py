@@ -66,7 +66,7 @@ def recorded() -> dict[OpOverload, list[Given]]:
         warnings.simplefilter("ignore")
         for op in operator_database().values():
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+                torch.default_generator.manual_seed(0)
                 _record(op, recorder)
     return {func: list(found.values()) for func, found in recorder.calls.items()}
 
