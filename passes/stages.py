@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from uuid import uuid4
 
 from torch import fx
 
@@ -24,6 +25,9 @@ JOINT, MARKED = "joint", "marked joint"
 FORWARD, BACKWARD, INFERENCE = "forward", "backward", "inference"
 HALVES = (FORWARD, BACKWARD, INFERENCE)
 """What the partitioner makes of a joint graph, and a graph without a backward."""
+
+
+_PROCESS = uuid4().hex
 
 
 class Taps(Protocol):
@@ -111,6 +115,11 @@ class Pass(ABC):
     def taking(self, compilation: Compilation) -> "Pass | None":
         """Return the pass as it runs in a compilation; None if there it has nothing to do."""
         return self
+
+    def __repr__(self) -> str:
+        """What it declares, as part of the keys of packages: without a fingerprint it is another text each time."""
+        known = self.fingerprint if self.fingerprint is not None else f"{id(self):x} of {_PROCESS}"
+        return f"{type(self).__name__}({self.name!r}, {self.stage!r}, {self.exactness!r}, {known!r})"
 
 
 @dataclass(frozen=True)

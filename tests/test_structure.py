@@ -235,6 +235,7 @@ PASSES = tuple(f"dtensor.passes.{room}." for room in ("algebra", "borders", "fun
 """The rooms of the passes, and of what they share: only what stands there changes a graph."""
 
 CHANGES_GRAPHS = {
+    "dtensor.passes": "gives out what passes of a program write with",
     "dtensor.passes.graph.copying": "makes a copy",
     "dtensor.passes.graph.ir": "what passes write with",
     "dtensor.passes.graph.node_order": "what passes reorder with",

@@ -62,7 +62,7 @@ def measured_link() -> Link:
 
 def _calibrated(rank: int, options: Any, end: End | None) -> Link:
     group: Any = dist.group.WORLD
-    return calibration.fit(calibration.measure(group.group_name, options, quiet=True))
+    return calibration.fit(calibration.measure(group.group_name, options))
 
 
 def predicted(model: Model, plan: str, shape: tuple[int, ...], link: Link) -> dict[str, float]:

@@ -250,7 +250,7 @@ def on_rank(
 def calibrated(mesh: Any) -> None:
     """Measure the links along the axes of a mesh, for engine, passes and search. All ranks take those of the first."""
     amount = CalibrationOptions(sizes=tuple([4**k for k in range(5, 12)]))
-    links = [fit(measure(facts(mesh).groups[(axis,)], amount, quiet=True)) for axis in range(mesh.ndim)]
+    links = [fit(measure(facts(mesh).groups[(axis,)], amount)) for axis in range(mesh.ndim)]
     dist.broadcast_object_list(links)
     prepare(mesh, links=links)
 

@@ -15,7 +15,7 @@ def labels() -> dict[str, str]:
     meshes. Groups about which nothing is known, and groups that would get the same label, are left out."""
     found: dict[str, str] = {}
     for facts in known_meshes():
-        dims = facts.mesh.mesh_dim_names
+        dims = facts.mesh.mesh_dim_names or ()
         for axes, name in facts.groups.items() if dims else ():
             found.setdefault(name, ",".join([dims[a] for a in axes]))
     for name, *_ in process_groups()[1] if dist.is_initialized() else ():

@@ -8,7 +8,6 @@ as one without a rule, gets a decision of another `kind`, which `multi_step` and
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -66,8 +65,8 @@ COMPOSITES: dict[str, Callable[..., Any]] = {}
 FOREACH = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 """Name prefixes of the operators that work on lists of tensors, index by index."""
 
-COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
-"""Name prefixes of torch's own collectives, which DTensors are not given to."""
+COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::", "fsdp::")
+"""Name prefixes of torch's own collectives, and of what FSDP2 gathers with, which take no DTensors."""
 
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -399,7 +398,7 @@ def check_operands(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         OperatorError: the operator is a collective of torch.
     """
     if func._schema.name.startswith(COLLECTIVES):
-        _refuse_collective(func, (args, kwargs))
+        _refuse_collective((args, kwargs))
     names, plain = [a.name for a in func._schema.arguments], []
     for name, value in [*zip(names, args), *kwargs.items()]:
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -423,18 +422,19 @@ def check_operands(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
             check_global(func, name, item, operands[0].mesh)
 
 
-def _refuse_collective(what: object, given: Any) -> None:
+def _refuse_collective(given: Any) -> None:
     """Refuse a collective of torch that was given a DTensor."""
     held = next((x for x in tree_leaves(given) if is_dtensor(x)), None)
     if held is not None:
         raise OperatorError(
-            f"{what} got a DTensor, {held._spec}, and torch's collectives take plain tensors; write x.full_tensor() "
-            "for the whole value, x.redistribute(placements=[Replicate()]) to gather it or to add up a Partial(), or "
-            "give the collective this rank's part, x.to_local()"
+            f"torch.distributed was given a DTensor, {held._spec}, and its collectives take plain tensors; write "
+            "x.full_tensor() for the whole value, x.redistribute(placements=[Replicate()]) to gather it or to add up a "
+            "Partial(), or give the collective this rank's part, x.to_local(); around a model, write fully_shard and "
+            "the styles of dtensor.parallel in place of torch's"
         )
 
 
-on_lists_sent(functools.partial(_refuse_collective, "a list of tensors for a collective"))
+on_lists_sent(_refuse_collective)
 
 
 def call_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Spec]) -> Call:

@@ -108,12 +108,14 @@ class Trainer(transformers.Trainer):
         return result
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        model = self._sharded
+        model: Any = self._sharded
         if model is None or state_dict is not None or not is_taught(model):
-            return super()._save(output_dir, whole_weights(model) if model and state_dict is None else state_dict)
+            return super()._save(
+                output_dir, whole_weights(model) if model is not None and state_dict is None else state_dict
+            )
         super()._save(output_dir)
         if not self.args.should_save:  # and so has done nothing, while the first rank asks for tensors
-            vars(type(model))["save_pretrained"](model, output_dir or self.args.output_dir)
+            model.save_pretrained(output_dir or self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self._load_weights(resume_from_checkpoint):

@@ -25,7 +25,6 @@ many rounds as the others.
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -38,7 +37,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from tqdm import tqdm
 
 from ..comm.collectives import ops
 from ..errors import ArgumentError
@@ -175,7 +173,7 @@ def on_rank(rank: int, options: CalibrationOptions) -> CalibrationOutcome | None
     fits = []
     for kind in KINDS:
         if mesh[kind].size() > 1:
-            timings = measure(mesh.get_group(kind).group_name, options, kind, quiet=rank != 0)
+            timings = measure(mesh.get_group(kind).group_name, options, kind)
             fits.append(Fit(kind, timings, fit(timings)))
     machine = measure_processor(options.device)
     key, path = machine_key(backend_of(mesh), options.device), links_path()
@@ -186,7 +184,7 @@ def on_rank(rank: int, options: CalibrationOptions) -> CalibrationOutcome | None
     return CalibrationOutcome(key, tuple(fits), path, machine) if rank == 0 else None
 
 
-def measure(group: str, options: CalibrationOptions, label: str = "", quiet: bool = False) -> tuple[Timing, ...]:
+def measure(group: str, options: CalibrationOptions, label: str = "") -> tuple[Timing, ...]:
     """Time each collective and a copy for each size on the ranks of `group`; all ranks of the world get the same times.
 
     All groups of the world measure at the same time, as they also communicate at the same time in a program, over links
@@ -196,8 +194,7 @@ def measure(group: str, options: CalibrationOptions, label: str = "", quiet: boo
     Args:
         group: name of the process group.
         options: sizes, number of rounds, and device.
-        label: text in front of the progress bar.
-        quiet: show no progress bar.
+        label: the kind of link, for lines about the progress.
     """
     n = group_size(group)
     step = n * torch.float32.itemsize
@@ -205,16 +202,14 @@ def measure(group: str, options: CalibrationOptions, label: str = "", quiet: boo
     runs = {(op, size): _call(op, size, n, group, options.device) for op in (*WORKED, COPY) for size in sizes}
     taken: dict[Any, list[float]] = {case: [] for case in runs}
     clock = CLOCKS[options.device]
-    with tqdm(
-        total=len(runs) * (options.rounds + 1), desc=label, unit="call", disable=quiet or None, file=sys.stderr
-    ) as bar:
-        for _ in range(options.rounds + 1):
+    with Stage("timing collectives") as stage:
+        for number in range(options.rounds + 1):
+            stage.what = f"timing collectives {label}: round {number + 1} of {options.rounds + 1}"
             for case, run in runs.items():
                 dist.barrier()
                 if options.device == "cpu":
                     _compute(options.computing)
                 taken[case].append(clock(run))
-                bar.update()
     # The first round warms up.
     average = statistics.mean if options.device == "cpu" else statistics.median
     slowest = torch.tensor([average(times[1:]) for times in taken.values()], dtype=torch.float64, device=options.device)

@@ -222,7 +222,8 @@ def _call(node: fx.Node, operands: list[fx.Node]) -> Call:
         if not isinstance(val, torch.Tensor):
             return val
         operands.append(x)
-        specs.append(Spec.make(None, Layout.make(1, ((),) * val.dim(), ()), val.shape, val.stride(), val.dtype))
+        nowhere: Any = None  # rules do not ask on which mesh
+        specs.append(Spec.make(nowhere, Layout.make(1, ((),) * val.dim(), ()), val.shape, val.stride(), val.dtype))
         return specs[-1]
 
     args, kwargs = (_mapped(given, spec) for given in (node.args, node.kwargs))

@@ -13,7 +13,7 @@ from dtensor.dispatch.decision import COLLECTIVES
 from dtensor.tensor.tensor import DTensor
 from dtensor.testing import with_ranks
 
-SAYS = r"got a DTensor.*x\.full_tensor\(\).*x\.redistribute\(placements=.*x\.to_local\(\)"
+SAYS = r"was given a DTensor.*x\.full_tensor\(\).*x\.redistribute\(placements=.*x\.to_local\(\)"
 
 CALLS = {
     "all_gather": lambda x, p, other: dist.all_gather([p, p], x),

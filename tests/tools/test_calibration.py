@@ -113,7 +113,7 @@ def test_ranks_on_two_hosts_measure_the_link_between_them(rank, tmp_path):
         assert [(f.kind, f.link) for f in outcome.fits] == [("inter", found.inter)]
     assert facts(init_device_mesh("cpu", (2,))).network.links == (found.inter,)
     timings: list = [None, None]
-    dist.all_gather_object(timings, calibration.measure(dist.group.WORLD.group_name, options, quiet=True))
+    dist.all_gather_object(timings, calibration.measure(dist.group.WORLD.group_name, options))
     assert timings[0] == timings[1]
     assert [(t.op, t.n, t.size) for t in timings[0]] == [(op, 2, size) for op in OPS for size in options.sizes]
 

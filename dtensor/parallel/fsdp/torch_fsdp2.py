@@ -35,6 +35,7 @@ def take_over(units: list[FSDP2Unit], taken: list[Taken]) -> None:
     meshes = [one_object(unit.mesh) for unit in units if unit.mesh is not None]
     for unit, parameters in zip(units, taken):
         mesh = one_object(unit.mesh) if unit.mesh is not None else next(iter(meshes), None)
+        assert mesh is not None, "a unit without parameters stands beside one that has some"
         ours = Unit(mesh, policy_of(unit.policy), not unit.reshard, True, unit.reduce)
         hows: dict[nn.Module, dict[str, Unshard]] = {module: {} for module in unit.modules}
         for given, (made, how) in zip(unit.parameters, parameters):
@@ -55,6 +56,7 @@ def _taken_over(given: FSDP2Parameter, unit: FSDP2Unit) -> tuple[nn.Parameter, U
         placed = as_placements(placements, mesh.ndim, theirs.dim())
         nothing = torch.empty(0, dtype=theirs.dtype, device="meta")
         gathered = DTensor(nothing, mesh, placed, tuple(theirs.shape), tuple(theirs.stride()))
+    assert unit.mesh is not None, "a unit with parameters has a mesh"
     how = planned(gathered, one_object(unit.mesh), given.dim)
     made = of_part(theirs, _local(theirs), how)
     if is_torch_dtensor(theirs.grad):

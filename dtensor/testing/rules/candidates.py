@@ -166,7 +166,7 @@ def layout_of(state: State, ndim: int) -> Layout:
     return base.moved(0, dim=state) if isinstance(state, int) else base.moved(0, reduce_op=state)
 
 
-def placed(case: Case, mesh: DeviceMesh, states: Any, pieces: Any) -> tuple[Any, Any]:
+def placed(case: Case, mesh: Any, states: Any, pieces: Any) -> tuple[Any, Any]:
     """Return the arguments of the case with DTensors in place of operands; those of state "plain" stay as they are."""
     supply = iter(zip(tensors((case.args, case.kwargs)), states, pieces))
 

@@ -131,6 +131,8 @@ def test_keys_tell_passes_apart():
     assert len(set(keys)) == len(keys)
     same = [Options.of({"passes": [..., Named(fingerprint="1")]}) for _ in range(2)]
     assert same[0].fingerprint() == same[1].fingerprint()
+    assert repr(Named(fingerprint="1")) == "Named('own', 'simplify', 'bitwise', '1')"
+    assert repr(Named()) != repr(Named())
     assert [o.cacheable for o in (*same, Options.of({"passes": [Named()]}))] == [True, True, False]
 
 

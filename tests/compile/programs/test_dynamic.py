@@ -148,36 +148,44 @@ def test_a_view_that_is_cut_comes_in(rank, computed):
         torch.testing.assert_close(run(base.transpose(0, 1)).full_tensor(), expected)
 
 
-@pytest.mark.parametrize(
-    ("order", "inner", "sizes"),
-    [
-        (torch.channels_last, "aot_eager", IMAGES),
-        (torch.contiguous_format, "inductor", IMAGES[:2]),
-        pytest.param(torch.contiguous_format, "inductor", IMAGES, marks=pytest.mark.nightly),
-    ],
-)
-@with_ranks(2)
-def test_images_of_any_number_and_size(rank, order, inner, sizes):
-    """Norms of groups of channels, forward and backward.
-
-    Inductor would ask in which order in memory what an all-to-all sends is, and torch has no answer: that of two
-    strides one divides the other it writes with their quotient, which it cannot bound.
-    """
-    torch.manual_seed(0)
-    first, norm, then = nn.Conv2d(3, 12, 3, padding=1), nn.GroupNorm(4, 12), nn.Conv2d(12, 6, 3, stride=2)
-    plain = nn.Sequential(first, norm, nn.SiLU(), then, nn.GroupNorm(3, 6)).double().to(memory_format=order)
-    plan = {"[01].*": {"tp": Shard(0)}, "3.weight": {"tp": Shard(1)}}
+def check_images(plain, plan, inner, sizes, channels=3, order=torch.contiguous_format):
+    """What is computed of images, and the gradients, are those of the plain model."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = distribute_model(copy.deepcopy(plain), mesh, plan, outputs={})
     run = torch.compile(model, backend="dtensor", dynamic=True, options={"inner": inner})
     for n, size in sizes:
-        x = torch.sin(torch.arange(n * 3 * size**2).double()).view(n, 3, size, size)
+        x = torch.sin(torch.arange(n * channels * size**2).double()).view(n, channels, size, size)
         x = x.contiguous(memory_format=order)
         found, expected = run(x), plain(x)
         torch.testing.assert_close(found, expected)
         found.sin().sum().backward(), expected.sin().sum().backward()
     for p, q in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+@pytest.mark.parametrize(
+    ("order", "inner"),
+    [
+        (torch.channels_last, "aot_eager"),
+        pytest.param(torch.contiguous_format, "inductor", marks=pytest.mark.nightly),
+    ],
+)
+@with_ranks(2)
+def test_images_of_any_number_and_size(rank, order, inner):
+    """Norms of groups of channels, forward and backward."""
+    torch.manual_seed(0)
+    first, norm, then = nn.Conv2d(3, 12, 3, padding=1), nn.GroupNorm(4, 12), nn.Conv2d(12, 6, 3, stride=2)
+    plain = nn.Sequential(first, norm, nn.SiLU(), then, nn.GroupNorm(3, 6)).double().to(memory_format=order)
+    check_images(plain, {"[01].*": {"tp": Shard(0)}, "3.weight": {"tp": Shard(1)}}, inner, IMAGES, order=order)
+
+
+@with_ranks(2)
+def test_inductor_does_not_ask_for_strides_of_what_is_sent(rank):
+    """It would ask in which order in memory what an all-to-all sends is, and torch has no answer: that of two strides one
+    divides the other it writes with their quotient, which it cannot bound."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(4, 6, 3, stride=2), nn.GroupNorm(3, 6)).double()
+    check_images(plain, {"0.weight": {"tp": Shard(1)}}, "inductor", IMAGES[:2], channels=4)
 
 
 @pytest.mark.nightly
