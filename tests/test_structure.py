@@ -362,11 +362,11 @@ def test_the_version_is_checked_before_anything_private_is_imported():
 def test_what_no_step_needs_is_imported_when_it_is_named():
     code = """
 import sys, dtensor
-modules = {name: target.partition(":")[0] for name, target in dtensor.ON_DEMAND.items()}
+modules = {name: target.partition(":")[0] for name, target in dtensor._ON_DEMAND.items()}
 early = [m for name, m in modules.items() if m in sys.modules and name != "record"]  # operators of taps need it
 assert not early, early
-assert {*dtensor.ON_DEMAND} <= {*dir(dtensor)}
-for name in (*dtensor.ON_DEMAND, *dtensor.__all__):
+assert {*dtensor._ON_DEMAND} <= {*dir(dtensor)}
+for name in (*dtensor._ON_DEMAND, *dtensor.__all__):
     assert getattr(dtensor, name) is vars(dtensor)[name], name
 assert {*modules.values()} <= {*sys.modules}
 """

@@ -46,6 +46,7 @@ from ..prices.calibrated import FORMAT, KINDS, UNITS, Measured, links_path, mach
 from ..prices.links import WORK, Link, log2_ceil, seconds, wire_bytes
 from ..prices.machine import Machine
 from ..program.files import write_whole
+from ..program.stages import Stage
 from ..testing import run_ranks
 from .demo import under_torchrun
 from .processor import measure as measure_processor
