@@ -10,7 +10,6 @@ from ..call import Call, LocalCall, shape_for
 from ..local_calls import empty_outputs, has_empty_shard, unless_empty
 from ..notation import Rule, library_rule
 
-
 PRODUCTS = {
     "mm": Rule("mk,kn->mn", reduce="k", linear=(0, 1)),
     "bmm": Rule("bmk,bkn->bmn", reduce="k", linear=(0, 1)),
