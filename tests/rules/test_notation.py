@@ -1,6 +1,7 @@
 """The notation: how a line of text becomes the rule of a call, and that what cannot be meant is an error."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from dtensor.errors import OperatorError
 from dtensor.rules import FAMILIES, RULES
 from dtensor.rules.bind import TABLES, bind, rule_table
+from dtensor.rules.families import matmul
 from dtensor.rules.notation import LibraryRule, Rule, factors_of, parse
 from dtensor.rules.plan import check_schema
 from dtensor.rules.rule import candidates
@@ -205,9 +207,14 @@ def test_a_table_names_the_overload():
         make(call)
 
 
+def test_the_example_of_contributing_exists():
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    (row,) = re.findall(r'^ *("mm": Rule\(.*\),)$', text, re.MULTILINE)
+    assert row in Path(matmul.__file__).read_text()
+
+
 def test_rules_are_written_in_the_notation_only():
     """No module of a family makes a rule of the engine itself."""
     for module in FAMILIES:
-        with open(module.__file__) as file:
-            text = file.read()
+        text = Path(module.__file__).read_text()
         assert not re.search(r"from \.\.rule import|from \.\. import rule", text), module.__name__

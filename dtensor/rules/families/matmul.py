@@ -10,19 +10,14 @@ from ..call import Call, LocalCall, shape_for
 from ..local_calls import empty_outputs, has_empty_shard, unless_empty
 from ..notation import Rule, library_rule
 
-
-def _product(text: str, reduce: str = "k") -> Rule:
-    return Rule(text, reduce=reduce, linear=(0, 1))
-
-
 PRODUCTS = {
-    "mm": _product("mk,kn->mn"),
-    "bmm": _product("bmk,bkn->bmn"),
-    "mv": _product("mk,k->m"),
-    "dot": _product("k,k->"),
-    "vdot": _product("k,k->"),
-    "ger": _product("m,n->mn", reduce=""),
-    "_int_mm": _product("mk,kn->mn"),
+    "mm": Rule("mk,kn->mn", reduce="k", linear=(0, 1)),
+    "bmm": Rule("bmk,bkn->bmn", reduce="k", linear=(0, 1)),
+    "mv": Rule("mk,k->m", reduce="k", linear=(0, 1)),
+    "dot": Rule("k,k->", reduce="k", linear=(0, 1)),
+    "vdot": Rule("k,k->", reduce="k", linear=(0, 1)),
+    "ger": Rule("m,n->mn", linear=(0, 1)),
+    "_int_mm": Rule("mk,kn->mn", reduce="k", linear=(0, 1)),
 }
 
 rule_table(__name__, PRODUCTS)
