@@ -9,15 +9,13 @@ from torch import fx
 
 from dtensor.mesh.groups import group_size
 from dtensor.mesh.provenance import TRACED
+from dtensor.prices.overlap import ROOM
 
 from ..graph import groups, ir
 from ..graph.count import CollectiveInfo, describe
 from ..graph.node_order import Before, dependencies, floating, sort
 
 aten: Any = ir.aten
-
-ROOM = 10
-"""A bucket is full when its bytes take this many times as long as the start of a collective."""
 
 PATIENCE = 4
 """A bucket waits for a collective that is ready later only while the bytes it already holds take no longer than this
@@ -309,4 +307,4 @@ MEMBERS: dict[Any, str] = {
 }
 """The starts that can share a buffer -> the collective."""
 
-__all__ = ["LAYOUTS", "MEMBERS", "ROOM", "Bucket"]
+__all__ = ["LAYOUTS", "MEMBERS", "Bucket"]

@@ -8,13 +8,11 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.comm.collectives import KEPT
+from dtensor.prices.overlap import HELD
 
 from ..graph import groups, ir, sizes
 
 aten: Any = ir.aten
-
-HELD = 2
-"""The number of gathered parameters that `schedule` holds at once: one in use and one prefetched."""
 
 
 class Regather:
