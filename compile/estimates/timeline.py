@@ -145,7 +145,7 @@ class _Run:
     def communicate(self, node: fx.Node, found: Sent) -> None:
         begin = max(self.now, self.free)
         took = seconds_of(found)
-        taken = self.machine.taken(groups.link(found.group), True)
+        taken = self.machine.taken(groups.link(found.group), _only_leaves(node))
         flight = _Flight(found.op, begin, begin + took, self.count, took * taken)
         self.flights[node], self.free, self.count = flight, flight.end, self.count + 1
         self.made.taken.append(taken)
@@ -210,6 +210,23 @@ def _stays(node: fx.Node, is_backward: bool) -> bool:
     if node.op == "placeholder" and is_backward:
         return node.name.startswith("primals")
     return node.op in ("placeholder", "get_attr")
+
+
+def _only_leaves(start: fx.Node) -> bool:
+    """Whether nothing computes with what a collective brings, as with gradients: it is copied, or sent on, and leaves
+    the graph."""
+    todo, seen = [start], {start}
+    while todo:
+        for user in todo.pop().users:
+            if user not in seen and user.op != "output":
+                if not (estimate.is_free(user) or user.target in COPIES or sent(user) is not None):
+                    return False
+                seen.add(user)
+                todo.append(user)
+    return True
+
+
+COPIES = (ir.aten.clone.default, ir.aten.cat.default, ir.aten._to_copy.default)
 
 
 def _bytes(node: fx.Node) -> int:

@@ -27,74 +27,23 @@ def is_elementwise(func: Any) -> bool:
     return is_pointwise(func) or (isinstance(func, OpOverload) and func._schema.name in CASTS)
 
 
-FUSED = frozenset(
-    f"aten::{name}"
-    for name in (
-        # pointwise operators and reductions together, which compilers take apart
-        "_log_softmax",
-        "_log_softmax_backward_data",
-        "_softmax",
-        "_softmax_backward_data",
-        "mse_loss",
-        "mse_loss_backward",
-        "nll_loss_forward",
-        "nll_loss_backward",
-        "native_layer_norm",
-        "native_layer_norm_backward",
-        "native_group_norm",
-        "native_group_norm_backward",
-        "_fused_rms_norm",
-        "_fused_rms_norm_backward",
-        # reductions, whose results are small
-        "all",
-        "amax",
-        "amin",
-        "any",
-        "argmax",
-        "argmin",
-        "linalg_vector_norm",
-        "logsumexp",
-        "max",
-        "mean",
-        "min",
-        "prod",
-        "std",
-        "sum",
-        "var",
-        "var_mean",
-        # copies, and what is made of nothing
-        "arange",
-        "cat",
-        "clone",
-        "constant_pad_nd",
-        "copy",
-        "embedding",
-        "empty",
-        "empty_like",
-        "full",
-        "full_like",
-        "gather",
-        "index",
-        "index_select",
-        "lift_fresh_copy",
-        "new_empty",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones",
-        "ones_like",
-        "repeat",
-        "scalar_tensor",
-        "select_backward",
-        "slice_backward",
-        "stack",
-        "tril",
-        "triu",
-        "zeros",
-        "zeros_like",
-    )
-)
-"""Operators that compilers fuse with their neighbours though torch does not say that they are pointwise."""
+TAKEN_APART = """
+    _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data mse_loss mse_loss_backward
+    nll_loss_forward nll_loss_backward native_layer_norm native_layer_norm_backward native_group_norm
+    native_group_norm_backward _fused_rms_norm _fused_rms_norm_backward
+"""
+REDUCTIONS = """
+    all amax amin any argmax argmin linalg_vector_norm logsumexp max mean min prod std sum var var_mean
+"""
+COPIES = """
+    arange cat clone constant_pad_nd copy embedding empty empty_like full full_like gather index index_select
+    lift_fresh_copy new_empty new_full new_ones new_zeros ones ones_like repeat scalar_tensor select_backward
+    slice_backward stack tril triu zeros zeros_like
+"""
+FUSED = frozenset(f"aten::{name}" for name in f"{TAKEN_APART} {REDUCTIONS} {COPIES}".split())
+"""Operators that compilers fuse with their neighbours though torch does not say that they are pointwise: those of
+pointwise parts and reductions, which compilers take apart; reductions, whose results are small; copies, and what is made
+of nothing."""
 
 
 def is_fused(func: Any) -> bool:

@@ -9,6 +9,7 @@ from torch import fx
 
 from dtensor.job.groups import group_size
 from dtensor.mesh.provenance import PART, PARTS, PLACES, RECORD, SENT, TRACED, WRITTEN
+from dtensor.prices.overlap import ROOM
 
 from ..graph import groups, ir
 from ..graph.count import CollectiveInfo, describe
@@ -16,9 +17,6 @@ from ..graph.node_order import Before, dependencies, floating, sort
 from ..stages import Pass
 
 aten: Any = ir.aten
-
-ROOM = 10
-"""A bucket is full when its bytes take this many times as long as the start of a collective."""
 
 PATIENCE = 4
 """A bucket waits for a collective that is ready later only while the bytes it already holds take no longer than this
@@ -311,4 +309,4 @@ MEMBERS: dict[Any, str] = {
 }
 """The starts that can share a buffer -> the collective."""
 
-__all__ = ["LAYOUTS", "MEMBERS", "ROOM", "Bucket"]
+__all__ = ["LAYOUTS", "MEMBERS", "Bucket"]

@@ -9,14 +9,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.comm.collectives import KEPT
 from dtensor.mesh.provenance import PARAMETER
+from dtensor.prices.overlap import HELD
 
 from ..graph import groups, ir, sizes
 from ..stages import MARKED, Compilation, Pass
 
 aten: Any = ir.aten
-
-HELD = 2
-"""The number of gathered parameters that `schedule` holds at once: one in use and one prefetched."""
 
 
 class Regather(Pass):

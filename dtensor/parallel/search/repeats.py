@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...prices.overlap import HELD
 from .fusing import lifetimes, price
 from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import BORDER, INPUT, PARAMETER, Op, Tape, Value
@@ -101,10 +102,6 @@ def _held(made: Steps) -> set[Value]:
             break
         found.add(reread[a])
     return found
-
-
-HELD = 2
-"""Parameters that stay gathered from the forward to the backward (`dtensor.passes`, `regather`)."""
 
 
 def _beside(made: Steps) -> None:

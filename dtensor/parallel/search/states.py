@@ -17,6 +17,7 @@ import numpy
 from ...layout.layout import Layout
 from ...layout.placements import Partial, Placement, Replicate, Shard
 from ...prices.links import WORK, Link, Network, seconds
+from ...prices.overlap import ROOM
 from ...rules.choose import MOVES
 
 State: TypeAlias = tuple[int | str | None, ...]
@@ -62,17 +63,13 @@ def fitting(state: State, ndim: int) -> State:
     return tuple([None if isinstance(s, int) and s >= ndim else s for s in state])
 
 
-BUCKET = 10
-"""Starts of a collective that the bytes of a full bucket take, as in `dtensor.passes`."""
-
-
 ROUNDING = 1e-12
 """Ways whose seconds differ by less than this fraction are equally long."""
 
 
 def bucket_bytes(link: Link) -> float:
     """Bytes of a full bucket on a link, as the passes fill it."""
-    return BUCKET * (link.start + link.alpha) * link.bandwidth
+    return ROOM * (link.start + link.alpha) * link.bandwidth
 
 
 def _bucketed(link: Link, full: float) -> Link:
