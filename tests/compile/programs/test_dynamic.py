@@ -181,8 +181,8 @@ def test_images_of_any_number_and_size(rank, order, inner):
 
 @with_ranks(2)
 def test_inductor_does_not_ask_for_strides_of_what_is_sent(rank):
-    """It would ask in which order in memory what an all-to-all sends is, and torch has no answer: that of two strides one
-    divides the other it writes with their quotient, which it cannot bound."""
+    """It would ask in which order in memory what an all-to-all sends is, and torch has no answer: that of two strides
+    one divides the other it writes with their quotient, which it cannot bound."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(4, 6, 3, stride=2), nn.GroupNorm(3, 6)).double()
     check_images(plain, {"0.weight": {"tp": Shard(1)}}, "inductor", IMAGES[:2], channels=4)
