@@ -203,7 +203,7 @@ def measure(group: str, options: Options, label: str = "") -> tuple[Timing, ...]
     clock = CLOCKS[options.device]
     with Stage("timing collectives") as stage:
         for number in range(options.rounds + 1):
-            stage.what = f"timing collectives {label}: round {number + 1} of {options.rounds + 1}"
+            stage.what = f"timing collectives{label and f' ({label})'}: round {number + 1} of {options.rounds + 1}"
             for case, run in runs.items():
                 dist.barrier()
                 if options.device == "cpu":
