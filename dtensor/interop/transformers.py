@@ -109,12 +109,11 @@ class Trainer(transformers.Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         model: Any = self._sharded
-        if model is None or state_dict is not None or not is_taught(model):
-            return super()._save(
-                output_dir, whole_weights(model) if model is not None and state_dict is None else state_dict
-            )
-        super()._save(output_dir)
-        if not self.args.should_save:  # and so has done nothing, while the first rank asks for tensors
+        if model is not None and state_dict is None and not is_taught(model):
+            state_dict = whole_weights(model)
+        super()._save(output_dir, state_dict)
+        if model is not None and state_dict is None and not self.args.should_save:
+            # The call above has done nothing, while the first rank asks for tensors.
             model.save_pretrained(output_dir or self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

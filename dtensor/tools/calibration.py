@@ -205,7 +205,7 @@ def measure(group: str, options: CalibrationOptions, label: str = "") -> tuple[T
     clock = CLOCKS[options.device]
     with Stage("timing collectives") as stage:
         for number in range(options.rounds + 1):
-            stage.what = f"timing collectives {label}: round {number + 1} of {options.rounds + 1}"
+            stage.what = f"timing collectives{label and f' ({label})'}: round {number + 1} of {options.rounds + 1}"
             for case, run in runs.items():
                 dist.barrier()
                 if options.device == "cpu":
