@@ -166,12 +166,12 @@ def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
     op = "sum" if reduce_op == "avg" else reduce_op
     x = x.contiguous()
     calls = calls_on(resolve_process_group(group)) if x.is_cpu and not isinstance(x, FakeTensor) else None
-    over_gloo = calls is not None and calls.over_gloo
-    if over_gloo and x.nbytes * (group_size(group) - 1) <= SMALL:
+    calls = calls if calls is not None and calls.over_gloo else None
+    if calls is not None and x.nbytes * (group_size(group) - 1) <= SMALL:
         y = yield OVER_GLOO.all_gather(x.view(1, -1), group_size(group), group)
         y = REDUCTIONS[op](y).view(x.shape)
     else:
-        if over_gloo and calls.restarts and not calls.eager.count:
+        if calls is not None and calls.restarts and not calls.eager.count:
             meet(resolve_process_group(group))  # a rank that has yet to hear of the last failure may wait in another
         y = yield c10d.all_reduce(x, op, group)
     return y / group_size(group) if reduce_op == "avg" else y
