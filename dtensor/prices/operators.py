@@ -42,8 +42,8 @@ COPIES = """
 """
 FUSED = frozenset(f"aten::{name}" for name in f"{TAKEN_APART} {REDUCTIONS} {COPIES}".split())
 """Operators that compilers fuse with their neighbours though torch does not say that they are pointwise: those of
-pointwise parts and reductions, which compilers take apart; reductions, whose results are small; copies, and what is made
-of nothing."""
+pointwise parts and reductions, which compilers take apart; reductions, whose results are small; copies, and what is
+made of nothing."""
 
 
 def is_fused(func: Any) -> bool:
