@@ -2,8 +2,8 @@
 
     register_sharding(op, "mk,kn->mn", …)  ->  Rule (parsed, checked against the schema)  ->  the engine's rule per call
 
-A rule names the factors of each dim of each tensor, in the notation of the tables in `dtensor.rules`, and `bind` turns it
-into the engine's `dtensor.rules.rule.Rule` for the tensors of each call.
+A rule names the factors of each dim of each tensor, in the notation of the tables in `dtensor.rules`, and `bind` turns
+it into the engine's `dtensor.rules.rule.Rule` for the tensors of each call.
 """
 
 import inspect
