@@ -1,14 +1,8 @@
 """The steps of a pass: each change of what a graph computes, or of the order in which it does, counted.
 
-<<<<<<< HEAD
-Passes take every step through `ir.redirect`, `node_order.rearrange` and `ordered.after`, which call `take`.
-Inside `limited(k)` a pass is stopped before its step k + 1. The graph is then the one after k steps, with calls without
-users left in it, so a wrong step can be found by bisection, whatever the pass.
-=======
 Passes take every step through `ir.redirect`, `node_order.rearrange` and `ordered.after`, which call `take`. Inside
 `limited(k)` a pass is stopped before its step k + 1. The graph is then the one after k steps, with calls without users
 left in it, so a wrong step can be found by bisection, whatever the pass.
->>>>>>> pipe
 """
 
 from collections.abc import Iterator
