@@ -35,8 +35,8 @@ READ_AT_IMPORT = ("TORCH", "PYTORCH", "DTENSOR", "OMP_", "MKL_", "PYTHON")
 """Prefixes of environment variables that the preloaded modules may have read; if one has changed since, ranks are
 spawned and import the modules themselves."""
 
-READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Variables with such a prefix that are not read at import, and that Inductor sets."""
+READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK")
+"""Variables with such a prefix that are not read at import, and that Inductor and accelerate set."""
 
 TIMEOUT = 600.0
 """Default timeout of a job in seconds. It guards against hangs, so it is far longer than slow ranks need to compile."""

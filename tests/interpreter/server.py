@@ -34,6 +34,7 @@ READ_LATER = (
     "TORCH_NCCL_",
     "PYTHONPATH",
     "PYTHON_EXEC",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
 )
 """Prefixes of variables with such a prefix that are read later, or applied here."""
 

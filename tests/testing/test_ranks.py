@@ -22,6 +22,7 @@ from dtensor import Shard, distribute_tensor
 from dtensor.comm.collectives import ops
 from dtensor.mesh.caches import _caches as caches
 from dtensor.testing import RankError, kept_ranks, run_ranks, run_threads, with_ranks, with_threads
+from dtensor.testing.processes import start_method
 from dtensor.torch_private.core import MODE_FLAGS
 
 
@@ -279,3 +280,13 @@ def test_modes_of_threads_are_over_when_the_threads_are():
     before = [getattr(_python_dispatch, name) for name in MODE_FLAGS]
     assert run_threads(overlapping, 2, [threading.Event() for _ in range(4)]) == [True, True]
     assert [getattr(_python_dispatch, name) for name in MODE_FLAGS] == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks are spawned")
+def test_ranks_are_forked_after_accelerate_has_been_imported(monkeypatch):
+    """It sets a variable that torch reads later; one that is read at import makes them import torch anew."""
+    assert start_method("gloo") == "forkserver"
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    assert start_method("gloo") == "forkserver"
+    monkeypatch.setenv("TORCH_LOGS", "+dynamo")
+    assert start_method("gloo") == "spawn"
