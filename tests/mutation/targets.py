@@ -27,7 +27,8 @@ class Target:
 
 TARGETS = {
     "layout": Target(
-        ("dtensor/layout/*.py",), ("tests/layout", "tests/comm/test_redistribute.py", "tests/mesh/test_links.py")
+        ("dtensor/layout/*.py", "dtensor/prices/links.py", "dtensor/prices/machine.py"),
+        ("tests/layout", "tests/comm/test_redistribute.py", "tests/prices/test_calibrated.py"),
     ),
     "rules": Target(
         ("dtensor/rules/*.py", "dtensor/rules/families/*.py"),
