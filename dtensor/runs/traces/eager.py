@@ -114,12 +114,12 @@ def noting_places() -> Iterator[None]:
     """A context in which the place of every operator on DTensors is noted, for its backward."""
     own: Any = DTensor.__dict__["__torch_dispatch__"]
 
-    def dispatched(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatched(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if autograd_node() is None:
             namer.note()
-        return own.__func__(cls, func, types, args, kwargs)
+        return own.__func__(func, types, args, kwargs)
 
-    DTensor.__torch_dispatch__ = classmethod(dispatched)
+    DTensor.__torch_dispatch__ = staticmethod(dispatched)
     try:
         yield
     finally:
