@@ -21,9 +21,10 @@ BY_DAY = (
 """Those of `DECODER` with one layer; at night all with as many as they have."""
 OF_TORCH = ("torch fsdp2", "torch ddp")
 """Ways that break graphs by themselves."""
+LAYERS = DECODER["num_hidden_layers"]
 CASES = [
     *(pytest.param(*case, 1, id="-".join((*case, "one layer"))) for case in BY_DAY),
-    *(pytest.param(*case, DECODER["num_hidden_layers"], id="-".join(case), marks=pytest.mark.nightly) for case in cases()),
+    *(pytest.param(*case, LAYERS, id="-".join(case), marks=pytest.mark.nightly) for case in cases()),
 ]
 
 
