@@ -1,4 +1,4 @@
-"""`python -m tests.cuda.traced FOLDER`: what is compiled for four GPUs, by plan, without one.
+"""`python -m tests.cuda.traced FOLDER [PLAN...]`: what is compiled for four GPUs, by plan, without one.
 
 Parameters and inputs are fake CUDA tensors and the ranks are fake, too: all of the compile is as for NCCL, and nothing
 runs. Of each graph a file has what computes and what communicates, in order, and what it is estimated to take; views
@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .device import pretend
@@ -117,14 +117,14 @@ def summary(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: Sequence[str]) -> None:
     """See the module."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in PLANS:
+    for name in names or PLANS:
         with tempfile.TemporaryDirectory() as dumped:
             trace(name, Path(dumped))
             (folder / f"{name}.txt").write_text(summary(Path(dumped)))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

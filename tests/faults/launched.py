@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch.distributed as dist
+
 from tests.faults.hosts import HERE, Host, children, is_running, kill
 from tests.interpreter import python
 
@@ -90,7 +92,11 @@ class Launched:
         self.away: set[Host] = set()
         self._read, self._watched = 0, []
         self._port = free_port()
-        self._place = self._start(self.hosts[0], "-c", RENDEZVOUS, self.hosts[0].address, self._port)
+        self._place = self._store = None
+        if self.hosts[0] == HERE:  # in this process, as another would import torch for nothing else
+            self._store = dist.TCPStore(HERE.address, self._port, is_master=True, wait_for_workers=False)
+        else:
+            self._place = self._start(self.hosts[0], "-c", RENDEZVOUS, self.hosts[0].address, self._port)
         self._keep_launched()
         return self
 
@@ -99,8 +105,10 @@ class Launched:
             self.kill_host(host)
         for pid in filter(_is_rank, {pid for _, pids in self._watched for pid in pids}):
             kill(pid)
-        self._place.kill()
-        self._place.wait()
+        self._store = None
+        if self._place is not None:
+            self._place.kill()
+            self._place.wait()
 
     def _start(self, host: Host, *words: object) -> "subprocess.Popen[bytes]":
         inside = {

@@ -253,7 +253,7 @@ HARMLESS = {
     "evaluation of what does not read it": on(lambda m: m.layers[1].eval()),
 }
 
-BY_DAY = ("the batch", "its placement", "the class of a module", "no bias", "a frozen parameter", "a hook", "autocast")
+BY_DAY = ("the batch", "the class of a module", "no bias", "a hook", "autocast")
 
 
 @pytest.fixture(scope="module")

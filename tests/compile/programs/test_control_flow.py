@@ -194,9 +194,16 @@ class Branching(nn.Module):
         return while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, x * 0.5 + x.mean(-1, keepdim=True)), start)[1]
 
 
-@pytest.mark.parametrize("how", ["styles", pytest.param("fully_shard", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("how", "sizes"),
+    [
+        ("styles", (6, 6)),  # of other sizes is a loop in the test above
+        pytest.param("styles", (6, 5), marks=pytest.mark.nightly),
+        pytest.param("fully_shard", (6, 5), marks=pytest.mark.nightly),
+    ],
+)
 @with_ranks(2)
-def test_a_model_with_branches_and_batches_of_any_size(rank, how):
+def test_a_model_with_branches_and_batches_of_any_size(rank, how, sizes):
     torch.manual_seed(0)
     mesh, reference = init_device_mesh("cpu", (2,)), Branching().double()
     model = copy.deepcopy(reference)
@@ -205,7 +212,7 @@ def test_a_model_with_branches_and_batches_of_any_size(rank, how):
     else:
         fully_shard(model, mesh)
     compiled = torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
-    for n, factor in ((6, 2), (5, 0.1)):
+    for n, factor in zip(sizes, (2, 0.1)):
         x = (factor * torch.randn(n, 6, dtype=torch.float64)).requires_grad_()
         for m, run in ((reference, reference), (model, compiled)):
             m.zero_grad()

@@ -164,19 +164,22 @@ def check_images(plain, plan, inner, sizes, channels=3, order=torch.contiguous_f
 
 
 @pytest.mark.parametrize(
-    ("order", "inner"),
+    ("order", "inner", "layers"),
     [
-        (torch.channels_last, "aot_eager"),
-        pytest.param(torch.contiguous_format, "inductor", marks=pytest.mark.nightly),
+        pytest.param(torch.channels_last, "aot_eager", 3, id="channels_last"),
+        pytest.param(torch.channels_last, "aot_eager", 5, id="deeper", marks=pytest.mark.nightly),
+        pytest.param(torch.contiguous_format, "inductor", 5, id="inductor", marks=pytest.mark.nightly),
     ],
 )
 @with_ranks(2)
-def test_images_of_any_number_and_size(rank, order, inner):
-    """Norms of groups of channels, forward and backward."""
+def test_images_of_any_number_and_size(rank, order, inner, layers):
+    """Norms of groups of channels, forward and backward. By day of sharded channels; partial ones are in the test of
+    strides."""
     torch.manual_seed(0)
     first, norm, then = nn.Conv2d(3, 12, 3, padding=1), nn.GroupNorm(4, 12), nn.Conv2d(12, 6, 3, stride=2)
-    plain = nn.Sequential(first, norm, nn.SiLU(), then, nn.GroupNorm(3, 6)).double().to(memory_format=order)
-    check_images(plain, {"[01].*": {"tp": Shard(0)}, "3.weight": {"tp": Shard(1)}}, inner, IMAGES, order=order)
+    plain = nn.Sequential(first, norm, nn.SiLU(), then, nn.GroupNorm(3, 6))[:layers].double().to(memory_format=order)
+    plan = {"[01].*": {"tp": Shard(0)}} | ({"3.weight": {"tp": Shard(1)}} if layers > 3 else {})
+    check_images(plain, plan, inner, IMAGES[: layers - 1], order=order)
 
 
 @with_ranks(2)

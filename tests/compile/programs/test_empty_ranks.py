@@ -27,13 +27,24 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.nightly)])
+BY_DAY = ("columns that are normalised", "split by sizes", "a convolution of any stride", "rows by a mask")
+"""One of each kind: reductions, sizes of views, formulas of sizes, and sizes that depend on values."""
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        pytest.param(BY_DAY, 0, id="some"),
+        pytest.param(tuple(PROGRAMS), 0, id="all", marks=pytest.mark.nightly),
+        pytest.param(tuple(PROGRAMS), 1, id="all-other-dims", marks=pytest.mark.nightly),
+    ],
+)
 @with_ranks(3)
-def test_one_rank_has_nothing(rank, first):
-    """Rows and columns in turn; those that are left at night."""
+def test_one_rank_has_nothing(rank, names, first):
+    """Rows and columns in turn."""
     mesh = init_device_mesh("cpu", (3,))
-    for k, (name, fn) in enumerate(PROGRAMS.items()):
-        dim = (first + k) % 2
+    for k, name in enumerate(names):
+        fn, dim = PROGRAMS[name], (first + k) % 2
         torch.compiler.reset()
         ours = torch.compile(fn, backend="dtensor", fullgraph=True, dynamic=True, options={"inner": "aot_eager"})
         for n in (4, 6):

@@ -25,11 +25,11 @@ def gradients(f, x, order):
     return [getattr(g, "full_tensor", lambda g=g: g)() for g in found]
 
 
-def check(mesh, f, **how):
+def check(mesh, f, *, unsharded=True, **how):
     plain = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     for order in ORDERS.values():
         want = gradients(wave, plain.clone().requires_grad_(), order)
-        for x in (plain.clone(), distribute_tensor(plain, mesh, [Shard(0)])):
+        for x in (distribute_tensor(plain, mesh, [Shard(0)]), plain.clone())[: 1 + unsharded]:
             torch._dynamo.reset()
             got = gradients(torch.compile(f, **how), x.requires_grad_(), order)
             torch.testing.assert_close(got, want)
@@ -42,11 +42,11 @@ def test_a_graph_is_kept(rank):
     check(mesh, wave, backend="dtensor", options={"inner": "aot_eager"})
 
 
+@pytest.mark.parametrize("unsharded", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @with_ranks(2)
-def test_what_the_code_may_write_to_is_copied(rank):
+def test_what_the_code_may_write_to_is_copied(rank, unsharded):
     """Inductor's code reuses the memory of what is saved; the first backward decides nothing about the next."""
-    mesh = init_device_mesh("cpu", (2,))
-    check(mesh, wave)
+    check(init_device_mesh("cpu", (2,)), wave, unsharded=unsharded)
 
 
 @pytest.mark.nightly

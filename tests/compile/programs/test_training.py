@@ -21,6 +21,7 @@ BACKENDS = {
 
 
 BATCHES = (4, 2, 6)
+"""Of these the first by day: a second size is another graph, as in the programs of test_sizes."""
 
 
 def whole(x):
@@ -49,7 +50,7 @@ def close(found, expected):
 @pytest.mark.parametrize(
     ("sequence", "backend", "batches"),
     [
-        pytest.param(False, "dtensor, aot_eager", BATCHES[:2], id="tp-dtensor, aot_eager"),
+        pytest.param(False, "dtensor, aot_eager", BATCHES[:1], id="tp-dtensor, aot_eager"),
         pytest.param(True, "dtensor, aot_eager", BATCHES, id="sp-dtensor, aot_eager", marks=pytest.mark.nightly),
         pytest.param(True, "plain", BATCHES, id="sp-plain", marks=pytest.mark.nightly),
         pytest.param(False, "dtensor", BATCHES, id="tp-dtensor", marks=pytest.mark.nightly),

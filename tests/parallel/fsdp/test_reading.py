@@ -105,13 +105,24 @@ def expected(model, place, x, y, n):
     return found
 
 
+BY_DAY = ("unshard", "called", "plain penalty", "computed", "attribute transposed")
+"""In compiled code: through the module, a function, all parameters, a part of one, and an attribute."""
+
+
 @with_ranks(2)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_ten_places(rank, compiled):
+@pytest.mark.parametrize(
+    ("places", "compiled"),
+    [
+        pytest.param(tuple(PLACES), False, id="eager"),
+        pytest.param(BY_DAY, True, id="compiled"),
+        pytest.param(tuple(PLACES), True, id="all-compiled", marks=pytest.mark.nightly),
+    ],
+)
+def test_every_place(rank, places, compiled):
     torch.manual_seed(0)
     mesh, model = init_device_mesh("cpu", (2,)), LM()
     x, y = torch.randn(8, 6), torch.randint(0, 4, (8,))
-    for place in PLACES:
+    for place in places:
         if compiled:
             torch._dynamo.reset()
         wanted = expected(model, place, x, y, 2)

@@ -55,10 +55,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Its head is its table: one parameter of two names."""
 
-    def __init__(self):
+    def __init__(self, blocks=2):
         super().__init__()
         self.table = nn.Embedding(16, 8)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
         self.head = nn.Linear(8, 16, bias=False)
         self.head.weight = self.table.weight
 
@@ -71,9 +71,9 @@ class Model(nn.Module):
         return Output(loss if weight is None else loss * weight, logits)
 
 
-def made():
+def made(**options):
     torch.manual_seed(0)
-    return Model().double()
+    return Model(**options).double()
 
 
 def batch():
@@ -81,8 +81,8 @@ def batch():
     return {"tokens": tokens, "labels": (tokens + 3) % 16}
 
 
-def expected():
-    model = made()
+def expected(**options):
+    model = made(**options)
     out = model(batch(), weight=torch.tensor(2.0))
     out.loss.backward()
     return out, [p.grad for p in model.parameters()]
@@ -104,11 +104,11 @@ def runs(model, compiled, dynamic=None):
 @with_ranks(2)
 def test_whole_inputs_and_outputs(rank, compiled):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = distribute_model(made(), mesh, PLAN, outputs={})
+    model = distribute_model(made(blocks=1), mesh, PLAN, outputs={})
     assert model.head.weight is model.table.weight
     assert model.head.weight.placements == (Shard(0),)
     out = runs(model, compiled)(batch(), weight=torch.tensor(2.0))
-    want, gradients = expected()
+    want, gradients = expected(blocks=1)
     assert not isinstance(out.logits, DTensor)
     assert out.name == "told"
     torch.testing.assert_close((out.loss, out.logits), (want.loss, want.logits))
@@ -138,31 +138,41 @@ def test_parts_of_a_batch_beside_tensor_parallelism(rank, compiled):
     check_gradients(model, gradients)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @with_ranks(4)
 def test_inputs_placed_one_by_one(rank, compiled):
-    """Tokens along the sequence, labels along the batch, and a weight of which nothing is said."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    check_placed_one_by_one(rank, (2, 2), compiled, tokens=3, labels=1)
+
+
+@with_ranks(2)
+def test_inputs_placed_one_by_one_in_compiled_code(rank):
+    check_placed_one_by_one(rank, (1, 2), True, labels=1)
+
+
+def check_placed_one_by_one(rank, sizes, compiled, **also):
+    """Tokens along the sequence, labels along the batch, and a weight of which nothing is said. `also`: of each input,
+    a rank that is to have the same part of it as another."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
     rows, columns = {"dp": Shard(0)}, {"tp": Shard(1)}
     given = {"batch.tokens": columns, "batch": rows}
-    run = runs(distribute_model(made(), mesh, PLAN, inputs=given, outputs={}), compiled)
+    run = runs(distribute_model(made(blocks=1), mesh, PLAN, inputs=given, outputs={}), compiled)
     whole, weight = batch(), torch.tensor(2.0)
     mine = {
-        "tokens": whole["tokens"].chunk(2, 1)[mesh.get_local_rank("tp")],
-        "labels": whole["labels"].chunk(2)[mesh.get_local_rank("dp")],
+        "tokens": whole["tokens"].chunk(sizes[1], 1)[mesh.get_local_rank("tp")],
+        "labels": whole["labels"].chunk(sizes[0])[mesh.get_local_rank("dp")],
     }
-    want, gradients = expected()
+    want, gradients = expected(blocks=1)
     out = run(mine, weight=weight)
     torch.testing.assert_close((out.loss, out.logits), (want.loss, want.logits))
     out.loss.backward()
     check_gradients(getattr(run, "_orig_mod", run), gradients)
-    plan = Plan({"dp": 2, "tp": 2}, inputs=given)
-    part, _ = plan.part((whole, 0.5), mesh, made())
+    plan = Plan(dict(zip(("dp", "tp"), sizes)), inputs=given)
+    part, _ = plan.part((whole, 0.5), mesh, made(blocks=1))
     torch.testing.assert_close(part, mine)
     assert {x.storage_offset() for x in part.values()} == {0}
-    for name, also in (("tokens", 3), ("labels", 1)):  # ranks that are to have the same part of this
+    for name, other in also.items():
         with pytest.raises(RuntimeError, match=rf"argument batch\.{name} of forward differs between ranks"):
-            run({**mine, name: (mine[name] + (rank == also)) % 16}, weight=weight)
+            run({**mine, name: (mine[name] + (rank == other)) % 16}, weight=weight)
 
 
 class Several(nn.Module):
@@ -199,18 +209,29 @@ def test_inputs_of_other_names():
             Plan({"dp": 2}, inputs=named).part((torch.ones(2),), mesh, made())
 
 
+class Scores(nn.Module):
+    """The smallest model of tokens and labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 16)
+
+    def forward(self, batch):
+        return F.cross_entropy(self.table(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @with_ranks(2)
 def test_inputs_that_differ_are_refused_on_all_ranks(rank, compiled):
     """Each rank a batch of its own, and parts of unequal lengths; the graphs are there already."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    whole = runs(distribute_model(made(), mesh, outputs={}), compiled)
+    whole = runs(distribute_model(Scores(), mesh, outputs={}), compiled)
     whole(batch())
     given = {**batch(), "labels": batch()["labels"] + rank}
     gave = "" if compiled else r".*passed a torch.int64 \[4, 6\] of checksum \w{6} on ranks \[0\]; a .* on ranks \[1\]"
     with pytest.raises(RuntimeError, match=r"argument batch\.labels of forward differs between ranks" + gave):
         whole(given)
-    parts = runs(distribute_model(made(), mesh, inputs={"dp": Shard(0)}, outputs={}), compiled, dynamic=True)
+    parts = runs(distribute_model(Scores(), mesh, inputs={"dp": Shard(0)}, outputs={}), compiled, dynamic=True)
     parts(part_of(batch(), rank, 2))
     given = {key: x.split([3, 1])[rank] for key, x in batch().items()}
     with pytest.raises(RuntimeError, match=r"argument batch\.tokens of forward differs between ranks"):

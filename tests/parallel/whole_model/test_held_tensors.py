@@ -89,9 +89,16 @@ def thrice(run, x):
 TOKENS = torch.arange(10).view(2, 5) * 3 % 16
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled", *(pytest.param(h, marks=pytest.mark.nightly) for h in HOW)])
+OPTIONS = [{}, {"checkpointed": True}, {"broken": True}, {"checkpointed": True, "broken": True}]
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"checkpointed": True}, {"broken": True}, {"checkpointed": True, "broken": True}]
+    ("options", "how"),
+    [
+        *((options, "eager") for options in OPTIONS),
+        *((options, "compiled") for options in (OPTIONS[0], OPTIONS[-1])),
+        *(pytest.param(options, how, marks=pytest.mark.nightly) for options in OPTIONS for how in HOW),
+    ],
 )
 @with_ranks(2)
 def test_tables_of_modules_and_globals(rank, options, how):
@@ -196,12 +203,19 @@ class Writing(nn.Module):
         return self.write(x, y), self.down(self.write(x, y))
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled", *(pytest.param(h, marks=pytest.mark.nightly) for h in HOW)])
+@pytest.mark.parametrize(
+    ("how", "writes"),
+    [
+        ("eager", WRITTEN),
+        ("compiled", [set_in_parts, masked, scattered]),  # to views, in place, and with an index
+        *(pytest.param(h, WRITTEN, marks=pytest.mark.nightly) for h in HOW),
+    ],
+)
 @with_ranks(2)
-def test_gradients_through_what_is_written(rank, how):
+def test_gradients_through_what_is_written(rank, how, writes):
     plan = {"up.*": {"tp": Shard(0)}, "down.weight": {"tp": Shard(1)}}
     x, *weights = (f(torch.arange(24.0).double()).view(3, 8) for f in (torch.sin, torch.cos, torch.tanh))
-    for write in WRITTEN:
+    for write in writes:
         if write is of_experts and how != "eager":
             continue  # shapes that depend on values
         torch.manual_seed(0)

@@ -154,8 +154,8 @@ def compare(rank: int, seeds: range, compiled: bool) -> tuple[int, list[str]]:
     ("seeds", "compiled"),
     [
         (range(24), False),
-        (range(9), True),
-        pytest.param(range(9, 24), True, marks=pytest.mark.nightly),
+        (range(5), True),
+        pytest.param(range(5, 24), True, marks=pytest.mark.nightly),
         *(
             pytest.param(range(k, k + 200), compiled, marks=pytest.mark.nightly)
             for k in range(1000, 2000, 200)

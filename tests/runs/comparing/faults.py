@@ -691,7 +691,7 @@ FAULTS: tuple[Fault, ...] = (
         "native_layer_norm_backward",
         None,
         "backward",
-        process=rule("native_layer_norm_backward", reduce={"d0": "avg", "d1": "avg"}),
+        process=rule("native_layer_norm_backward", reduce={"...1": "avg", "...2": "avg"}),
     ),
     Fault(
         "a rule that runs a masked lookup without the mask",

@@ -135,10 +135,11 @@ def step(
     rank: int = 0,
     *,
     steps: int = 2,
+    last: str = "optimizer",
     run: Any = None,
     **values: Any,
 ) -> None:
-    """Record steps of `model`, or of `run`, which is what was compiled of it."""
+    """Record steps of `model`, or of `run`, which is what was compiled of it, each up to the phase `last`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # A check of the library may see what is wrong, too, after the step; the record ends there.
     with (
@@ -151,7 +152,11 @@ def step(
             out = getattr(out, "logits", out)
             out = out.full_tensor() if isinstance(out, dtensor.DTensor) else out
             loss = F.cross_entropy(out.float().flatten(0, 1), given.targets.flatten())
+            if last == "forward":
+                continue
             loss.backward()
+            if last == "backward":
+                continue
             optimizer.step()
             optimizer.zero_grad()
 
