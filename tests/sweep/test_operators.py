@@ -2,7 +2,7 @@
 
 Forward and backward, in place and with out=, eager and compiled, on two ranks, four, and a mesh of two by two. Sizes in
 the database rarely divide, so most shards are uneven and some are empty. In every run two ranks, two by two and the
-compiler have one operator in 120 each, always the same and not another's; `pytest -m nightly` tries each everywhere.
+compiler have one operator in 160 each, always the same and not another's; `pytest -m nightly` tries each everywhere.
 
 Local tensors may lie in memory in another order than their DTensors say: operators that read memory are tried with such
 ones, the others in the nightly run.
@@ -127,7 +127,7 @@ PARTS = 4
 
 
 def share(k):
-    return [name for name in NAMES if zlib.crc32(name.encode()) % 120 == k]
+    return [name for name in NAMES if zlib.crc32(name.encode()) % 160 == k]
 
 
 RUNS = [

@@ -21,10 +21,11 @@ def around(x):
     return (whole * columns).sin().redistribute(placements=[Shard(0), Shard(0)])
 
 
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @with_ranks(4)
-def test_compiled_is_eager(rank):
+def test_compiled_is_eager(rank, dynamic):
     mesh = init_device_mesh("cpu", (2, 2))
-    compiled = torch.compile(around, backend="dtensor", fullgraph=True, dynamic=True, options={"inner": "aot_eager"})
+    compiled = torch.compile(around, backend="dtensor", fullgraph=True, dynamic=dynamic, options={"inner": "aot_eager"})
     for rows in (8, 12):
         whole = torch.linspace(-1, 1, rows * 4, dtype=torch.float64).view(rows, 4)
         results = []
@@ -63,6 +64,23 @@ def compiled(f, x, **options):
     with statistics() as seen:
         out = torch.compile(f, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"}, **options)(x)
     return out, seen
+
+
+def test_one_graph_of_symbolic_sizes(mesh):
+    """On one rank, without values, forward and backward."""
+    torch.compiler.reset()
+    run = torch.compile(around, backend="dtensor", fullgraph=True, dynamic=True, options={"inner": "aot_eager"})
+    with statistics() as seen:
+        for rows in (8, 12):
+            x = distribute_tensor(torch.ones(rows, 4), mesh, [Shard(0), Shard(0)]).requires_grad_()
+            y = run(x)
+            y.to_local().sum().backward()
+            assert x.grad is not None
+            assert y.to_local().shape == x.grad.to_local().shape == (rows // 4, 4)
+    assert seen.graphs == 1
+    world = facts(mesh).groups[(0, 1)]
+    found = [(c.op, c.group) for c in (*seen.forward, *seen.backward)]
+    assert {("all_gather", world), ("collective_permute", world)} <= set(found), found
 
 
 def test_merged_axes_are_one_collective_in_the_graph(mesh):
