@@ -181,6 +181,8 @@ def _run(graph: fx.Graph, options: Options, kind: str, within: bool = False) -> 
         sent = passes.collectives(graph)
         if kind in HALVES:
             _as_it_runs(graph, frame, where, options, within)
+        elif kind == JOINT and not within:
+            frame.story(where).flops = flops(graph)
         runner.run([p for p in chosen if p.stage in LAST], compilation.meshes)
     if not within:
         record(where, traced, sent, runner.records, resumed=kind == MARKED)

@@ -181,7 +181,7 @@ def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
         y = yield OVER_GLOO.all_gather(x.view(1, -1), group_size(group), group)
         y = REDUCTIONS[op](y).view(x.shape)
     else:
-        if gloo is not None and gloo.restarts and not gloo.eager.count:
+        if gloo is not None and eager.failures and not gloo.eager.count:
             meet(resolve_process_group(group))  # a rank that has yet to hear of the last failure may wait in another
         y = yield c10d.all_reduce(x, op, group)
     return y / group_size(group) if reduce_op == "avg" else y

@@ -46,7 +46,9 @@ OURS = 0x40000000
 """The bit that marks our tags; those of a program's own messages are unlikely to have it. Tags have 31 bits."""
 
 
-RESTART = 0xC2B2AE35
+FAILURE = 0xC2B2AE35
+"""What the number of failures that a rank has raised is multiplied by in the tags of its messages."""
+
 SPREAD = 0x9E3779B1
 """What a message's length in bytes is multiplied by in its tag: lengths that differ by little give tags far apart."""
 
@@ -113,7 +115,7 @@ def _started(y: torch.Tensor, into: Sequence[torch.Tensor], sent: Sequence[torch
     """Start to send `sent[r]` to each rank r and to receive from it into `into[r]`. `y` is complete after a wait."""
     group, calls = resolve_process_group(name), calls_of(name)
     n, rank = group.size(), group.rank()
-    mark = calls.mark + calls.eager.count * 0x85EBCA6B + calls.restarts * RESTART + eager.mark
+    mark = calls.mark + calls.eager.count * 0x85EBCA6B + eager.failures * FAILURE + eager.mark
     for begin, parts, step in ((group.recv, into, -1), (group.send, sent, 1)):
         for k in range(1, n):
             other = (rank + step * k) % n
@@ -127,7 +129,7 @@ def meet(group: torch.distributed.ProcessGroup) -> None:
     """Wait until the neighbouring ranks of the group run the same graph, after as many failures: each sends a message
     tagged with its mark."""
     calls = calls_on(group)
-    n, rank, tag = group.size(), group.rank(), OURS | ((calls.mark + calls.restarts * RESTART) & (OURS - 1))
+    n, rank, tag = group.size(), group.rank(), OURS | ((calls.mark + eager.failures * FAILURE) & (OURS - 1))
     sent, got = torch.empty(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
     works = [group.recv([got], (rank - 1) % n, tag), group.send([sent], (rank + 1) % n, tag)]
     for work in works:

@@ -129,11 +129,14 @@ class Eager:
         waits: What the program waits for; None if it waits for no eager collective.
         mark: Checksum that distinguishes the operator which starts a collective from others; 0 while none does.
         raises: Called when the next collective begins, to raise the failure of another rank; None if there is none.
+        failures: Number of the job's failures that this rank has raised; part of the tags of messages, so that what a
+            rank sends after a failure is not taken by one that has yet to hear of it.
     """
 
     waits: Wait | None = None
     mark: int = 0
     raises: Callable[[], None] | None = None
+    failures: int = 0
 
 
 eager: Eager = Eager()

@@ -29,8 +29,6 @@ class Calls:
         looked: The `count` at which the last replication check ran (`dtensor.comm.replication_check`).
         taken: Number of tensors that were assumed to be replicated in eager mode.
         eager: The eager collectives that this rank has begun on the group.
-        restarts: How often the counts have begun anew; part of the tags of messages, so that what a rank sends after a
-            failure is not taken by one that has yet to hear of it.
     """
 
     name: str
@@ -42,12 +40,10 @@ class Calls:
     looked: int = 0
     taken: int = 0
     eager: Order = field(default_factory=Order)
-    restarts: int = 0
 
     def restart(self) -> None:
         """Count from zero again: after a failure the counts differ between ranks."""
         self.count, self.last, self.looked, self.taken, self.eager = 0, (), 0, 0, Order()
-        self.restarts += 1
 
 
 _calls: WeakKeyDictionary[torch.distributed.ProcessGroup, Calls] = WeakKeyDictionary()

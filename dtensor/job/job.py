@@ -196,6 +196,7 @@ class Job:
     def _count_failure(self) -> None:
         """Count a failure, and restart the counts of graphs: after a failure they differ between ranks."""
         self.failures += 1
+        eager.failures = self.failures
         for calls in all_calls():
             calls.restart()
 
@@ -526,7 +527,7 @@ def leave() -> None:
     """Leave the job, with the error that ends the program if there is one."""
     global _job, _store
     gone, _job, _store = _job, None, None
-    eager.raises = None
+    eager.raises, eager.failures = None, 0
     if gone is not None and gone.process == os.getpid():
         gone.leave(_error())
 

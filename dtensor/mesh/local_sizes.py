@@ -31,8 +31,8 @@ from ..torch_private.symbolic_sizes import (
     Min,
     Mod,
     ShapeEnv,
+    around_guards,
     assumed_size,
-    before_guards,
     evaluated,
     guards_written_by,
     has_hint,
@@ -80,7 +80,7 @@ class _Lengths:
         self.env = env
         self.found: dict[tuple[sympy.Expr, str, bool], torch.SymInt] = {}
         self.made_of: dict[sympy.Symbol, tuple[sympy.Expr, str, bool]] = {}
-        before_guards(env, self.made_of.keys(), self.hold_on_all_ranks)
+        around_guards(env, self.made_of.keys(), self.hold_on_all_ranks, self.compared)
         guards_written_by(env, self.on_all_ranks, self.made_of.keys())
         on_replaced_sizes(env, check=self.hold_on_all_ranks, number=self.settle, other=self.unite)
 
@@ -111,6 +111,12 @@ class _Lengths:
             one = parts.setdefault((self.env.replace(expr), group, first), part)
             if one.node.expr != part.node.expr:
                 replace_size(part, one)
+
+    def compared(self, condition: sympy.Basic) -> None:
+        """Settle local lengths if their global length has been compared: it may have proved to be a number, which
+        replaces no symbol if it is one of several symbols, or a half of one."""
+        if not {self.env.replace(expr) for expr, *_ in self.found}.isdisjoint(condition.args):
+            self.settle()
 
     def settle(self) -> None:
         """Replace local lengths whose global length has proved divisible by the group, or to be a number."""

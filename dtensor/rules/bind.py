@@ -89,7 +89,7 @@ def _measured(
                         sizes[f] = size
                 elif same_size(known, size):
                     continue
-                elif k < count and (same_size(size, 1) or same_size(known, 1)):
+                elif k < count and (same_size(size, 1) or same_size(known, 1) and _may_broadcast(tensor, f)):
                     exact = False
                     sizes[f] = known if same_size(size, 1) else size
                 elif wrong is None and differ(known, size):
@@ -117,6 +117,11 @@ def _measured(
         {**sizes, **dict.fromkeys(map(beside, steps.even), 1)},
         {k - count for k in absent if k >= count},
     )
+
+
+def _may_broadcast(tensor: Spec, factor: str) -> bool:
+    """Whether a dim of length 1 gives way to that of the tensor: an empty vector beside named dims stands for none."""
+    return factor.startswith("...") or tuple(tensor.shape) != (0,)
 
 
 def _kept(dims: Dims, shape: tuple[Any, ...], sizes: Mapping[str, Any], even: tuple[str, ...]) -> Dims:

@@ -292,8 +292,14 @@ def _are_equal(expression: sympy.Basic, number: sympy.Basic) -> sympy.Basic:
     return sympy.Eq(expression, number, evaluate=False)
 
 
-def before_guards(env: ShapeEnv, symbols: Collection[sympy.Symbol], check: Callable[[sympy.Basic], None]) -> None:
-    """Call `check` with each condition on `symbols` that a trace is about to guard, as it holds for the example values.
+def around_guards(
+    env: ShapeEnv,
+    symbols: Collection[sympy.Symbol],
+    check: Callable[[sympy.Basic], None],
+    compared: Callable[[sympy.Basic], None],
+) -> None:
+    """Call `check` with each condition on `symbols` that a trace is about to guard, as it holds for the example values,
+    and `compared` with each comparison of other sizes, once it is guarded.
 
     `check` may turn symbols into numbers; the trace then evaluates the condition for these.
     """
@@ -301,7 +307,10 @@ def before_guards(env: ShapeEnv, symbols: Collection[sympy.Symbol], check: Calla
 
     def checked(orig_expr: sympy.Basic, hint: Any = None, *args: Any, **kwargs: Any) -> sympy.Basic:
         if orig_expr.free_symbols.isdisjoint(symbols):
-            return evaluate(orig_expr, hint, *args, **kwargs)
+            value = evaluate(orig_expr, hint, *args, **kwargs)
+            if isinstance(orig_expr, (sympy.Eq, sympy.Ne)):
+                compared(orig_expr)
+            return value
         known = env._suppress_guards_tls() or not orig_expr.free_symbols <= env.backed_var_to_val.keys()
         if not known and env._maybe_evaluate_static(orig_expr) is None:
             value = sympy.sympify(orig_expr.xreplace(env.backed_var_to_val))
@@ -508,8 +517,8 @@ __all__ = [
     "Min",
     "Mod",
     "ShapeEnv",
+    "around_guards",
     "assumed_size",
-    "before_guards",
     "binary_products",
     "define_strides",
     "differ",

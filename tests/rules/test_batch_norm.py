@@ -161,3 +161,17 @@ def test_narrow_values_are_normalised_by_wide_statistics(rank, dtype, of_paramet
         torch.testing.assert_close(placed.running_var.full_tensor(), exact.running_var, **close)
         torch.testing.assert_close(given[1].grad.full_tensor(), given[0].grad, **close)
         torch.testing.assert_close(placed.weight.grad.full_tensor(), exact.weight.grad, **close)
+
+
+@with_threads(2)
+def test_nothing_reserved_is_no_channel(rank):
+    """What a forward reserves is empty, and stands for nothing: it is not broadcast from the one channel."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def whole(*shape):
+        return distribute_tensor(torch.ones(shape), mesh, [Replicate()])
+
+    _, mean, rstd, reserved = aten._batch_norm_with_update(whole(2, 1), *[whole(1)] * 4, 0.5, 1e-5)
+    given = (whole(2, 1), whole(2, 1), whole(1), whole(1), whole(1), mean, rstd, True, 1e-5, [True] * 3, reserved)
+    assert [g.shape for g in aten.batch_norm_backward(*given)] == [(2, 1), (1,), (1,)]
+    assert (whole(1) + whole(0)).shape == (0,)

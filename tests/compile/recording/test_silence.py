@@ -15,6 +15,7 @@ from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_modul
 from dtensor.passes import Lower
 from dtensor.program import stages
 from dtensor.state import files
+from dtensor.state.index import StoredPart
 from dtensor.testing import run_ranks
 
 PACE = 8
@@ -79,7 +80,7 @@ def slow_backend(rank, mesh, patch):
 
 def slow_save(rank, mesh, patch):
     """A disk that is slow on rank 1, where a checkpoint is written and read."""
-    own = files.raw_bytes, files.Part.read
+    own = files.raw_bytes, StoredPart.read
 
     def slowly(k):
         def call(*args):
@@ -89,7 +90,7 @@ def slow_save(rank, mesh, patch):
         return call
 
     patch.setattr(files, "raw_bytes", slowly(0))
-    patch.setattr(files.Part, "read", slowly(1))
+    patch.setattr(StoredPart, "read", slowly(1))
     state = {"a": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]), "b": distribute_tensor(torch.ones(4), mesh)}
     checkpoints = Checkpoints(Path(stages.log.handlers[-1].baseFilename).parent / "checkpoints")
     checkpoints.save(state, 7)
