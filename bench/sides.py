@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtensor.tensor.compile_hooks import PARTITIONER, STAGES
+from dtensor.tensor.plain_passes import PARTITIONER, STAGES
 from dtensor.tools.demo_plans import PLANS, TENSOR
 
 from . import models

@@ -373,6 +373,78 @@ assert {*modules.values()} <= {*sys.modules}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
+MODULES_OF_IMPORT = 230
+"""As many modules `import dtensor` may import beyond those of `import torch`; about 190 of today's are its own."""
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_is_slow_to_import_waits_until_it_is_needed():
+    """Without Dynamo, Inductor, sympy and torch's DTensor, checkpoints and FSDP."""
+    slow = "torch._dynamo", "torch._inductor", "sympy", "torch.distributed.tensor", "torch.distributed.checkpoint"
+    code = f"""
+import sys, torch
+before = {{*sys.modules}}
+import dtensor
+new = {{*sys.modules}} - before
+early = [name for name in {(*slow, "torch.distributed.fsdp")} if name in new]
+assert not early, early
+assert len(new) <= {MODULES_OF_IMPORT}, (len(new), sorted(new))
+"""
+    run(code)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("torch._dynamo", "torch._inductor.config"),
+        ("torch.distributed.checkpoint.state_dict", "torch._dynamo"),
+        ("torch.fx.experimental.symbolic_shapes", "torch._inductor.codecache"),
+        ("torch", "torch._functorch.aot_autograd"),
+        ("torch", "dtensor.tensor.plain_passes, torch.distributed.checkpoint.state_dict"),
+    ],
+)
+def test_torch_is_changed_whichever_is_imported_first(before, after):
+    """That the names exist says nothing: the changes are looked up where torch does, in a fresh process."""
+    code = f"""
+import operator, {before}
+import dtensor
+import {after}
+import sympy, torch._dynamo, torch._inductor.config
+from torch._dynamo import convert_frame, output_graph, utils
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.variables import builder, higher_order_ops
+from torch.distributed import _state_dict_utils
+from torch.fx.experimental.proxy_tensor import _sympy_handlers
+from torch._inductor import config
+from dtensor.tensor.compile_hooks import backend
+from dtensor.tensor.plain_passes import PlainPartition, PlainPasses
+
+assert lookup_backend("dtensor") is backend
+for passes in (config.joint_custom_pre_pass, config.post_grad_custom_pre_pass):
+    assert [type(p) for p in passes] == [PlainPasses]
+assert type(config.custom_partitioner_fn) is PlainPartition and config.custom_partitioner_fn.then is None
+changed = (
+    convert_frame.ConvertFrameAssert.__call__,
+    builder._automatic_dynamic,
+    higher_order_ops.get_tensor_storages,
+    output_graph.SubgraphTracer.track_produced_symints,
+    utils.ChromiumEventLogger.log_event_start,
+    _state_dict_utils._distribute_tensors,
+)
+for function in changed:
+    assert function.__code__.co_filename.startswith(dtensor.__path__[0]), function
+    wrapped = getattr(function, "__wrapped__", None)
+    assert wrapped is None or not wrapped.__code__.co_filename.startswith(dtensor.__path__[0]), f"{{function}} twice"
+assert _sympy_handlers()[sympy.Pow] is operator.pow
+"""
+    run(code)
+
+
 def test_every_package_is_in_the_wheel():
     """CI builds the wheel and imports it, but only at its end."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]

@@ -16,7 +16,7 @@ from dtensor.dispatch.strictness import strict
 from dtensor.dispatch.view_copies import lose, root
 from dtensor.errors import ArgumentError
 from dtensor.job.job import explain, failure_told
-from dtensor.tensor.compile_hooks import PARTITIONER, chained, others_partitioner
+from dtensor.tensor.plain_passes import PARTITIONER, chained, others_partitioner
 from dtensor.tensor.tensor import DTensor, complete_tangents
 from dtensor.torch_private.compiling import (
     RestartAnalysis,

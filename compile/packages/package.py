@@ -14,7 +14,7 @@ from dtensor.errors import CallOrderError, PackageError
 from dtensor.mesh.mesh import init_device_mesh
 from dtensor.program import environment
 from dtensor.program.stages import Stage
-from dtensor.torch_private.compiling import forget_compiled
+from dtensor.torch_private.dynamo import forget_compiled
 from dtensor.torch_private.frames import intercept, intercept_from_now_on
 
 from ..recording.imagined import imagined

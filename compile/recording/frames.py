@@ -25,7 +25,7 @@ from dtensor.passes.graph import groups, ir
 from dtensor.passes.graph.count import describe
 from dtensor.passes.graph.source import FRAME, Source, module, module_class, source, tell_modules
 from dtensor.prices.links import Link
-from dtensor.torch_private.compiling import compile_context
+from dtensor.torch_private.phases import compile_context
 
 from ..estimates.formula import Formula, formula
 from ..estimates.timeline import Timeline, seconds_of, timeline

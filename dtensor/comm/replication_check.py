@@ -23,7 +23,6 @@ from ..job.groups import Calls, calls_on
 from ..job.job import Job, job
 from ..mesh.operator_library import library
 from ..mesh.provenance import LOCAL, TAKEN, Taken
-from ..torch_private.compiling import compile_context
 from ..torch_private.core import (
     FakeTensor,
     FunctionalTensor,
@@ -32,6 +31,7 @@ from ..torch_private.core import (
     is_in_graph,
     resolve_process_group,
 )
+from ..torch_private.phases import compile_context
 
 BY_STYLE = (
     "that a plan takes as the same on all ranks of its axis: the input of {}. Give all of them the same batch (seed a "

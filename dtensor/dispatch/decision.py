@@ -8,6 +8,7 @@ as one without a rule, gets a decision of another `kind`, which `multi_step` and
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -457,10 +458,12 @@ def mapped(a: Any, of: Callable[[Any], Any]) -> Any:
 
 
 class _Fake(threading.local):
-    """One fake mode per thread: ranks may be threads, and a mode is not safe to enter from several."""
+    """One fake mode per thread: ranks may be threads, and a mode is not safe to enter from several. Made when the
+    thread first decides: torch imports Dynamo for it."""
 
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    @functools.cached_property
+    def mode(self) -> FakeTensorMode:
+        return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 _fake = _Fake()

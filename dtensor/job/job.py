@@ -48,8 +48,8 @@ import torch.distributed as dist
 
 from ..errors import AgreementError
 from ..program.stages import now, waits
-from ..torch_private.compiling import is_compiling
 from ..torch_private.core import break_connections, cloned_store, default_store
+from ..torch_private.phases import is_compiling
 from .collective_order import alike, difference, eager, text
 from .elastic import end, own_keys, state_of, this_process, under_torchrun
 from .groups import all_calls

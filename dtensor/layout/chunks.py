@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.compiler import assume_constant_result
+from ..torch_private.core import constant_in_traces
 
 Lengths = dict[tuple[int, str], int]
 """(length, name of the group that it is split over) -> length of this rank's part."""
@@ -34,7 +34,7 @@ def note_place() -> None:
     _note(0, "", 0)
 
 
-@assume_constant_result  # Dynamo, which traces the callers, calls it while it traces
+@constant_in_traces  # Dynamo, which traces the callers, calls it while it traces
 def _note(size: int, group: str, length: int) -> None:
     for noted in _noting:
         noted[size, group] = length

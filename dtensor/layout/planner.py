@@ -7,16 +7,17 @@ The memory held at once is then at most that size plus the result of one step. P
 executor, the reports and `Plan.cost` read the same plan, in eager mode and at trace time, on every rank.
 """
 
+from __future__ import annotations
+
 import heapq
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, prod
 from typing import Any, Literal
 
-import sympy
-
 from ..errors import ArgumentError, PlacementError
 from ..prices.links import WORK, Network, wire_bytes
+from ..torch_private.on_demand import sympy
 from .layout import Layout
 from .transitions import Dims, Edge, Space, State
 

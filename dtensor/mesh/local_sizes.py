@@ -13,24 +13,21 @@ that would hold on some ranks only is never assumed: the lengths in it become nu
     length of a shard of s:  c = ceil(s / n);  rank i has min(c, s - i c), but no less than 0          (torch.chunk)
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import product
 from typing import Any
 
-import sympy
 import torch
 
 from ..job.groups import group_rank, group_size
 from ..layout.chunks import chunk_length, own_length
+from ..torch_private.on_demand import size_functions as sizes
+from ..torch_private.on_demand import symbolic_shapes, sympy
 from ..torch_private.symbolic_sizes import (
-    CeilDiv,
-    FloorDiv,
-    Max,
-    Min,
-    Mod,
-    ShapeEnv,
     around_guards,
     assumed_size,
     evaluated,
@@ -76,7 +73,7 @@ class _Lengths:
         made_of: Symbol of a local length -> that key.
     """
 
-    def __init__(self, env: ShapeEnv) -> None:
+    def __init__(self, env: symbolic_shapes.ShapeEnv) -> None:
         self.env = env
         self.found: dict[tuple[sympy.Expr, str, bool], torch.SymInt] = {}
         self.made_of: dict[sympy.Symbol, tuple[sympy.Expr, str, bool]] = {}
@@ -125,7 +122,7 @@ class _Lengths:
             if _is_number(whole):
                 replace_size(part, local_length(hint(whole), group, first=first))
             elif divides(group_size(group), whole):
-                quotient: Any = FloorDiv(whole.node.expr, group_size(group))
+                quotient: Any = sizes.FloorDiv(whole.node.expr, group_size(group))
                 replace_size(part, size_of(part, quotient))
 
     def on_all_ranks(self, guard: sympy.Basic) -> sympy.Basic:
@@ -185,25 +182,25 @@ class _Lengths:
         ends = []
         for s in used:
             size, cut_by, first = self.made_of[s]
-            if cut_by != group or first or known_true(self.env, sympy.Eq(Mod(size, n), 0)):
+            if cut_by != group or first or known_true(self.env, sympy.Eq(sizes.Mod(size, n), 0)):
                 continue
             wholes = [self.made_of[whole] for whole in self._parts_in(size)]
             if any(not alike and over not in before for _, over, alike in wholes):
                 return [sympy.Integer(rank) for rank in range(n)]
-            ends.append(Max(FloorDiv(size - 1, Max(CeilDiv(size, n), 1)), 0))
+            ends.append(sizes.Max(sizes.FloorDiv(size - 1, sizes.Max(sizes.CeilDiv(size, n), 1)), 0))
         return list(dict.fromkeys([sympy.Integer(0), *ends, sympy.Integer(n - 1)]))
 
     def _at(self, guard: sympy.Basic, used: list[sympy.Symbol], at: dict[str, sympy.Expr]) -> sympy.Basic:
         while parts := [s for s in used if s in guard.free_symbols]:
             for s in parts:
                 size, group, first = self.made_of[s]
-                step, place = CeilDiv(size, group_size(group)), at[group]
-                length = step if first or place == 0 else Max(Min(step, size - place * step), 0)
+                step, place = sizes.CeilDiv(size, group_size(group)), at[group]
+                length = step if first or place == 0 else sizes.Max(sizes.Min(step, size - place * step), 0)
                 guard = guard.xreplace({s: length})
         return guard
 
 
-def _lengths(env: ShapeEnv) -> _Lengths:
+def _lengths(env: symbolic_shapes.ShapeEnv) -> _Lengths:
     found = vars(env).get(ATTRIBUTE)
     if found is None:
         found = _Lengths(env)
@@ -214,7 +211,7 @@ def _lengths(env: ShapeEnv) -> _Lengths:
 def divides(n: int, size: Any) -> bool:
     """Whether `n` divides `size`; for a symbolic size, whether the trace knows that it does."""
     if isinstance(size, torch.SymInt) and not _guarded.get():
-        return known_true(size.node.shape_env, sympy.Eq(Mod(size.node.expr, n), 0))
+        return known_true(size.node.shape_env, sympy.Eq(sizes.Mod(size.node.expr, n), 0))
     return bool(size % n == 0)
 
 
@@ -225,7 +222,7 @@ def require_nonempty(size: torch.SymInt, group_sizes: Iterable[int]) -> None:
     """
     last: Any = size.node.expr
     for n in group_sizes:
-        step: Any = CeilDiv(last, n)
+        step: Any = sizes.CeilDiv(last, n)
         last = last - (n - 1) * step
     evaluated(size, last >= 1)
 
@@ -276,7 +273,7 @@ def written(size: Any) -> Any:
     return traced_size(size)
 
 
-def local_lengths(env: ShapeEnv) -> dict[sympy.Symbol, tuple[sympy.Expr, str, bool]]:
+def local_lengths(env: symbolic_shapes.ShapeEnv) -> dict[sympy.Symbol, tuple[sympy.Expr, str, bool]]:
     """The symbols of a trace that are local lengths -> the arguments of `dtensor::local_length` that compute them."""
     found = vars(env).get(ATTRIBUTE)
     return {} if found is None else found.made_of

@@ -89,7 +89,7 @@ def _measured(
                         sizes[f] = size
                 elif same_size(known, size):
                     continue
-                elif k < count and (same_size(size, 1) or same_size(known, 1) and _may_broadcast(tensor, f)):
+                elif k < count and (same_size(size, 1) or (same_size(known, 1) and _may_broadcast(tensor, f))):
                     exact = False
                     sizes[f] = known if same_size(size, 1) else size
                 elif wrong is None and differ(known, size):

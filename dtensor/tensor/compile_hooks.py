@@ -1,7 +1,7 @@
 """The hooks that `import dtensor` installs in torch.compile: the backend `"dtensor"`, and the passes in Inductor.
 
-The hooks only forward to `dtensor.compile`, which is imported on the first compilation. Plain `torch.compile` takes its
-options from the environment (`dtensor.program.environment`). `DTENSOR_PASSES=0` or `uninstall` turns its passes off.
+They wait until torch imports Dynamo and Inductor, and only forward to `dtensor.compile`, which is imported on the first
+compilation.
 """
 
 import importlib
@@ -12,107 +12,18 @@ from typing import Any
 import torch.distributed as dist
 
 from ..mesh.mesh import look_up_prepared
-from ..mesh.provenance import keeps_specs
 from ..program import environment
 from ..program.source_lines import is_users
-from ..torch_private.compiling import (
-    CustomInferenceAwareGraphPass,
-    CustomPartitionerFn,
-    compile_nothing,
-    compile_with,
-    inductor_config,
-    register_backend,
-)
-from ..torch_private.dynamo import stand_before_dynamo
+from ..torch_private.dynamo import compile_nothing, compile_with, register_backend, stand_before_dynamo
 from ..torch_private.graph_cache import exchange_from_now_on
+from ..torch_private.on_demand import when_imported
 from ..torch_private.own_errors import show_lines_of
-from ..torch_private.partitioning import min_cut_partition
 from ..torch_private.phases import Compilation, watch_compilations
-
-STAGES = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
-"""The custom pass options of Inductor that the passes of plain `torch.compile` are added to."""
-
-
-INDUCTOR = "dtensor.compile.backends.inductor"
-"""The module that has what runs in Inductor's places."""
-
-PARTITIONER = "custom_partitioner_fn"
-"""The Inductor option that holds the custom partitioner. It holds only one."""
-
 
 OURS = "dtensor"
 """The name of the backend."""
 
 _forever = ExitStack()
-
-
-class PlainPasses(CustomInferenceAwareGraphPass):
-    """Runs the passes of one stage with the environment's options. Graphs without dtensor operators are unchanged.
-
-    Raises:
-        ValueError: an environment variable holds an invalid value for its option.
-    """
-
-    def __init__(self, stage: str) -> None:
-        self.stage = stage
-
-    def __call__(self, graph: Any, is_inference: bool = False) -> None:
-        if _has_ours(graph) and not environment.passes_are_off():
-            options = importlib.import_module("dtensor.compile").Options.of_environment()
-            run = importlib.import_module(INDUCTOR).STAGES[self.stage](options)
-            run(graph, is_inference)
-        elif keeps_specs() and self.stage == STAGES[1]:
-            importlib.import_module(INDUCTOR).record_only(graph, is_inference)
-
-    def uuid(self) -> Any:
-        """The cache key; None disables the cache, so that every graph is available for a dump or a replay."""
-        if environment.text("dump") or environment.text("verify") == "1" or environment.findings() or keeps_specs():
-            return None
-        return self.stage, environment.fingerprint(), importlib.import_module(INDUCTOR).trace_key()
-
-
-class PlainPartition(CustomPartitionerFn):
-    """Partitions with the environment's options and delegates to the partitioner that was installed before.
-
-    Graphs without dtensor operators go straight to that partitioner.
-    """
-
-    def __init__(self, then: CustomPartitionerFn | None) -> None:
-        self.then = then
-
-    def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
-        if not _has_ours(gm.graph) or environment.passes_are_off():
-            return (self.then or min_cut_partition)(gm, joint_inputs, **kwargs)
-        options = importlib.import_module("dtensor.compile").Options.of_environment()
-        return importlib.import_module(INDUCTOR).Partition(options, self.then)(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> Any:
-        key = importlib.import_module(INDUCTOR).trace_key()
-        return environment.fingerprint(), key, self.then and self.then.uuid()
-
-
-def _has_ours(graph: Any) -> bool:
-    return any(getattr(node.target, "namespace", None) == "dtensor" for node in graph.nodes)
-
-
-def others_partitioner() -> Any:
-    """The custom partitioner that others configured in Inductor; None if it is torch's default."""
-    found = getattr(inductor_config, PARTITIONER)
-    return found.then if isinstance(found, PlainPartition) else found
-
-
-def chained(stage: str, ours: Any) -> list[Any]:
-    """The custom passes configured for a stage, without `PlainPasses` and with `ours`, if given, at the end."""
-    found = getattr(inductor_config, stage)
-    others = [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
-    return [p for p in others if not isinstance(p, PlainPasses)] + ([ours] if ours is not None else [])
-
-
-def install() -> None:
-    """Add the passes to plain `torch.compile`, after the passes that are already configured."""
-    for stage in STAGES:
-        setattr(inductor_config, stage, chained(stage, PlainPasses(stage)))
-    setattr(inductor_config, PARTITIONER, PlainPartition(others_partitioner()))
 
 
 def dump_from_now_on() -> None:
@@ -197,33 +108,20 @@ def _leveled(gm: Any, example_inputs: Any) -> Any:
     return importlib.import_module("dtensor.compile.backends.backend").leveled(gm, example_inputs)
 
 
-def uninstall() -> None:
-    """Remove the passes from plain `torch.compile`."""
-    for stage in STAGES:
-        setattr(inductor_config, stage, chained(stage, None) or None)
-    setattr(inductor_config, PARTITIONER, others_partitioner())
-
-
 def backend(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
     """The `torch.compile` backend `"dtensor"`. See `dtensor.compile.backend`."""
     return importlib.import_module("dtensor.compile").backend(gm, example_inputs, **kwargs)
 
 
 register_backend(backend, OURS)
-install()
+when_imported("torch._inductor.config", lambda: importlib.import_module("dtensor.tensor.plain_passes"))
 
 __all__ = [
-    "PARTITIONER",
-    "STAGES",
-    "PlainPasses",
     "backend",
-    "chained",
     "dump_from_now_on",
     "examine_from_now_on",
-    "install",
     "limit_from_now_on",
     "load_from_now_on",
     "share_from_now_on",
     "tell_from_now_on",
-    "uninstall",
 ]

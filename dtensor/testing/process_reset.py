@@ -20,7 +20,8 @@ import torch.distributed as dist
 from ..dispatch.fallback import fallbacks
 from ..job.job import leave
 from ..mesh.caches import clear_caches
-from ..torch_private.compiling import compiler_settings, forget_compiled, set_compiler_settings
+from ..torch_private.compiling import compiler_settings, set_compiler_settings
+from ..torch_private.dynamo import forget_compiled
 
 
 def _set_environment(variables: dict[str, str]) -> None:

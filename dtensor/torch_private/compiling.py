@@ -8,19 +8,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import sympy
 import torch
 
 from .core import OpOverload, tree_map  # first: it checks the version of torch
-from .symbolic_sizes import ShapeEnv, free_symbols
+from .symbolic_sizes import free_symbols
 
 # isort: split
 from torch._dynamo import guards as dynamo_guards
-from torch._dynamo.backends import registry as backend_registry
 from torch._dynamo.exc import RestartAnalysis
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, TracingContext
@@ -29,36 +26,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._ordered_set import OrderedSet
-
-
-def register_backend(backend: Callable[..., Any], name: str) -> None:
-    """Register `backend` with torch.compile, unless torch has already registered that name from an entry point."""
-    if name not in backend_registry._BACKENDS:
-        backend_registry.register_backend(backend, name)
-
-
-def compile_nothing() -> None:
-    """Let torch.compile return what it is given, from now on."""
-    from torch._dynamo import config
-
-    config.disable = True
-
-
-def compile_with(backend: Callable[[Any, Any], Any], unless: Sequence[str] = ()) -> None:
-    """Let torch.compile call `backend(gm, example_inputs)` in place of any backend whose name is not in `unless`, from
-    now on."""
-
-    def inductor(self: Any, model_: Any, inputs_: Any, **_: Any) -> Any:
-        return backend(model_, inputs_)
-
-    own = torch._TorchCompileWrapper.__call__
-
-    def named(self: Any, model_: Any, inputs_: Any) -> Any:
-        return own(self, model_, inputs_) if self.compiler_name in unless else backend(model_, inputs_)
-
-    torch._TorchCompileInductorWrapper.__call__ = inductor
-    torch._TorchCompileWrapper.__call__ = named
 
 
 def static_placeholders(graph: torch.fx.Graph, static: Sequence[int]) -> list[torch.fx.Node]:
@@ -399,29 +368,6 @@ def without_compile_caches() -> Any:
         yield
 
 
-def compile_context() -> Any:
-    """The current compilation in this thread; None outside of one.
-
-    It is a single object, with a `compile_id`, for everything made from one frame, including the backward.
-    """
-    return CompileContext.try_get()
-
-
-COMPILERS = tuple(
-    str(Path(torch.__file__).parent / file) for file in ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
-)
-"""Files of torch that are on the stack of a thread while it compiles, but not while it runs compiled code."""
-
-
-def is_compiling(frame: FrameType | None) -> bool:
-    """Whether a thread whose current frame is `frame` is compiling."""
-    while frame is not None:
-        if frame.f_code.co_filename in COMPILERS:
-            return True
-        frame = frame.f_back
-    return False
-
-
 TRACE_LOG = "torch.__trace"
 """The logger of the records that TORCH_TRACE collects, which have `metadata` and `payload`."""
 
@@ -511,15 +457,6 @@ def leave_guards_untimed() -> None:
     dynamo_guards.profile_guard_manager = lambda *_: 0.0
 
 
-def forget_compiled() -> None:
-    """Drop everything compiled, as if this process had just started; cache files stay."""
-    from torch._inductor.utils import clear_caches
-
-    torch.compiler.reset()
-    clear_caches()
-    dynamo_counters().clear()
-
-
 def compiler_settings() -> dict[Any, dict[str, Any]]:
     """The configurations of Dynamo, AOTAutograd and Inductor: module -> name -> value."""
     return {config: config.get_config_copy() for config in (torch._dynamo.config, functorch_config, inductor_config)}
@@ -556,16 +493,11 @@ __all__ = [
     "boxed",
     "check_results",
     "check_settled",
-    "compile_context",
-    "compile_nothing",
-    "compile_with",
     "compiler_settings",
     "dynamo_counters",
-    "forget_compiled",
     "get_hash_for_files",
     "inductor_compile",
     "inductor_config",
-    "is_compiling",
     "is_within",
     "leave_guards_untimed",
     "leave_missing",
@@ -576,7 +508,6 @@ __all__ = [
     "order_after",
     "parts_count_as_wholes",
     "recompiled",
-    "register_backend",
     "set_compiler_settings",
     "sizes_defined_by",
     "static_inputs",

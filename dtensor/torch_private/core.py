@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -57,6 +56,7 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
+from torch.distributed.device_mesh import _register_distributed_opaque_types
 from torch.distributed.distributed_c10d import (
     GroupName,
     ProcessGroup,
@@ -84,6 +84,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+_register_distributed_opaque_types()  # operators take meshes
 
 c10d: Any = torch.ops._c10d_functional
 """The functional collectives: operators that start one, and `wait_tensor`."""
@@ -124,6 +126,15 @@ def never_traced(function: Any) -> Any:
     Unlike `disable_dynamo`, this costs nothing per call.
     """
     return _passed_over(function, "SKIP")
+
+
+def constant_in_traces(function: Any) -> Any:
+    """Make Dynamo call `function` while it traces a call of it, and take the result for a constant.
+
+    This is `torch.compiler.assume_constant_result`, which imports Dynamo.
+    """
+    function._dynamo_marked_constant = True
+    return function
 
 
 def traced_with_caller(function: Any) -> Any:
@@ -281,6 +292,7 @@ def operator_samples(op: Any, dtype: torch.dtype, requires_grad: bool) -> Iterat
     `op.sample_inputs` formats the stack for each sample, to seed future devices and to find the calling test. That
     takes several times as long as running all the operators.
     """
+    import numpy
     from torch.testing._internal.common_utils import SEED
 
     made = iter(op.sample_inputs_func(op, "cpu", dtype, requires_grad))
@@ -681,6 +693,7 @@ __all__ = [
     "check_version",
     "cloned_store",
     "conjugates_resolved",
+    "constant_in_traces",
     "current_device_mesh",
     "current_dispatch_mode",
     "decompositions",

@@ -1,5 +1,5 @@
 """Changes to Dynamo that let it trace DTensors: for their sizes, inner tensors and attributes, for branches and loops,
-and for its errors. See also `compiling`."""
+for its errors, and with the backend of this library. They wait until torch imports Dynamo. See also `compiling`."""
 
 import dataclasses
 import functools
@@ -9,25 +9,61 @@ from typing import Any
 
 import torch
 
-from .compiling import parts_count_as_wholes  # first: it checks the version of torch
+from .on_demand import symbolic_shapes, with_dynamo
 from .own_errors import unlogged
-from .symbolic_sizes import free_symbols, offsets_stand_alone
+from .symbolic_sizes import free_symbols, offsets_stand_alone  # first: it checks the version of torch
 
 # isort: split
-from torch._dynamo.bytecode_transformation import create_call_function
-from torch._dynamo.convert_frame import ConvertFrameAssert
-from torch._dynamo.source import AttrSource
-from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._library.opaque_object import is_opaque_value
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext, SubclassSymbolicContext
-
-own_compile: Callable[..., Any] = ConvertFrameAssert.__call__
-"""How Dynamo compiles a frame, before `frames` stands before it."""
 
 
+@with_dynamo
+def register_backend(backend: Callable[..., Any], name: str) -> None:
+    """Register `backend` with torch.compile, unless torch has already registered that name from an entry point."""
+    from torch._dynamo.backends import registry
+
+    if name not in registry._BACKENDS:
+        registry.register_backend(backend, name)
+
+
+@with_dynamo
+def compile_nothing() -> None:
+    """Let torch.compile return what it is given, from now on."""
+    from torch._dynamo import config
+
+    config.disable = True
+
+
+def compile_with(backend: Callable[[Any, Any], Any], unless: Sequence[str] = ()) -> None:
+    """Let torch.compile call `backend(gm, example_inputs)` in place of any backend whose name is not in `unless`, from
+    now on."""
+
+    def inductor(self: Any, model_: Any, inputs_: Any, **_: Any) -> Any:
+        return backend(model_, inputs_)
+
+    own = torch._TorchCompileWrapper.__call__
+
+    def named(self: Any, model_: Any, inputs_: Any) -> Any:
+        return own(self, model_, inputs_) if self.compiler_name in unless else backend(model_, inputs_)
+
+    torch._TorchCompileInductorWrapper.__call__ = inductor
+    torch._TorchCompileWrapper.__call__ = named
+
+
+@functools.cache
+def own_compile() -> Callable[..., Any]:
+    """How Dynamo compiles a frame, before `frames` stands before it."""
+    from torch._dynamo.convert_frame import ConvertFrameAssert
+
+    return ConvertFrameAssert.__call__
+
+
+@with_dynamo
 def stand_before_dynamo() -> None:
     """Let `frames` stand before Dynamo once a frame is compiled: it takes long to import."""
-    if ConvertFrameAssert.__call__ is own_compile:
+    from torch._dynamo.convert_frame import ConvertFrameAssert
+
+    if ConvertFrameAssert.__call__ is own_compile():
 
         def first(self: Any, *args: Any, **kwargs: Any) -> Any:
             importlib.import_module("dtensor.torch_private.frames").install()
@@ -36,8 +72,11 @@ def stand_before_dynamo() -> None:
         ConvertFrameAssert.__call__ = first
 
 
+@with_dynamo
 def before_optimizers_are_traced(call: Callable[[torch.optim.Optimizer], Any]) -> None:
     """Make Dynamo call `call` with an optimizer before it looks at its parameters, whenever it traces one."""
+    from torch._dynamo.variables.optimizer import OptimizerVariable
+
     own = OptimizerVariable.__init__
 
     @functools.wraps(own)
@@ -48,20 +87,24 @@ def before_optimizers_are_traced(call: Callable[[torch.optim.Optimizer], Any]) -
     OptimizerVariable.__init__ = __init__
 
 
+@with_dynamo
 def inner_sizes_follow(cls: type) -> None:
     """Make Dynamo use symbols for the sizes of inner tensors of `cls` exactly where it does for the outer tensor.
 
     Inner sizes that it has seen before have no influence. The symbols are unbacked (as with `mark_unbacked`), that is,
     without a value; `cls.__tensor_unflatten__` defines them.
     """
+    from torch._dynamo.source import AttrSource
     from torch._dynamo.variables import builder
 
-    own = builder._automatic_dynamic
+    own, kinds = builder._automatic_dynamic, symbolic_shapes.DimDynamic
 
     @functools.wraps(own)
     def policy(
         e: Any, tx: Any, source: Any, static_shapes: Any, outer_only: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
+        from .compiling import parts_count_as_wholes
+
         parts_count_as_wholes(cls)  # when something is compiled: to import what it changes takes 60 ms
         offsets_stand_alone()
         values_are_made_anew()
@@ -71,14 +114,14 @@ def inner_sizes_follow(cls: type) -> None:
         inner = {}
         for attr in e.__tensor_flatten__()[0]:
             if isinstance(getattr(e, attr), torch.Tensor):
-                inner[attr] = StatefulSymbolicContext(
+                inner[attr] = symbolic_shapes.StatefulSymbolicContext(
                     dynamic_sizes=[
-                        DimDynamic.STATIC if kind is DimDynamic.STATIC or size in (0, 1) else DimDynamic.UNBACKED
+                        kinds.STATIC if kind is kinds.STATIC or size in (0, 1) else kinds.UNBACKED
                         for kind, size in zip(outer.dynamic_sizes, e.shape)  # torch makes no symbols for 0 and 1
                     ],
                     tensor_source=AttrSource(source, attr),
                 )
-        return SubclassSymbolicContext(
+        return symbolic_shapes.SubclassSymbolicContext(
             dynamic_sizes=outer.dynamic_sizes,
             dynamic_strides=outer.dynamic_strides,
             constraint_sizes=outer.constraint_sizes,
@@ -93,6 +136,7 @@ def inner_sizes_follow(cls: type) -> None:
     builder._automatic_dynamic = policy
 
 
+@with_dynamo
 @functools.cache
 def attributes_stand_with_their_tensors() -> None:
     """Make Dynamo write `x.attribute` of a tensor subclass, if its sizes are new symbols, into its graph next to `x`.
@@ -119,6 +163,7 @@ def values_are_made_anew() -> None:
 
     Torch 2.13 returns them from the graph, out of which they come as stand-ins of a trace.
     """
+    from torch._dynamo.bytecode_transformation import create_call_function
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.script_object import TorchScriptObjectVariable
@@ -142,6 +187,7 @@ def values_are_made_anew() -> None:
     PyCodegen.__call__ = load
 
 
+@with_dynamo
 @functools.cache
 def explain_traced_errors(explain: Callable[[Iterator[Any], str], Exception | None]) -> None:
     """Make Dynamo raise what `explain` returns when an operator fails on fake tensors.
@@ -198,12 +244,23 @@ def _module(translator: Any, name: str) -> Any:
 
 
 def higher_order_take(cls: type) -> None:
-    """Make Dynamo accept DTensors as inputs of branches and loop bodies.
+    """Make torch and Dynamo accept DTensors as inputs of branches and loop bodies.
+
+    Torch accepts only tensors and sizes as inputs; with DTensors, their mesh is accepted, too.
+    """
+    for name in ("cond", "scan", "while_loop"):
+        module: Any = importlib.import_module(f"torch._higher_order_ops.{name}")
+        module.validate_subgraph_args_types = _but_for_meshes(module.validate_subgraph_args_types, cls)
+    _trace_higher_order(cls)
+
+
+@with_dynamo
+def _trace_higher_order(cls: type) -> None:
+    """Let Dynamo pass DTensors to branches and loop bodies.
 
     Dynamo needs to know which results of a loop share memory: they do if their local tensors do. It also passes to a
     branch all symbols in its inputs. For a DTensor these are those of the outer tensor, because nothing in Dynamo's
-    graph refers to its local tensor. Torch accepts only tensors and sizes as inputs; with DTensors, their mesh is
-    accepted, too.
+    graph refers to its local tensor.
     """
     from torch._dynamo.output_graph import SubgraphTracer
     from torch._dynamo.variables import higher_order_ops
@@ -231,9 +288,6 @@ def higher_order_take(cls: type) -> None:
 
     higher_order_ops.get_tensor_storages = of_local
     SubgraphTracer._lift_basic_symbols = of_whole
-    for name in ("cond", "scan", "while_loop"):
-        module: Any = importlib.import_module(f"torch._higher_order_ops.{name}")
-        module.validate_subgraph_args_types = _but_for_meshes(module.validate_subgraph_args_types, cls)
 
 
 def _but_for_meshes(check: Callable[[Sequence[Any]], None], cls: type) -> Callable[[Sequence[Any]], None]:
@@ -245,13 +299,27 @@ def _but_for_meshes(check: Callable[[Sequence[Any]], None], cls: type) -> Callab
     return checked
 
 
+def forget_compiled() -> None:
+    """Drop everything compiled, as if this process had just started; cache files stay."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import clear_caches
+
+    torch.compiler.reset()
+    clear_caches()
+    counters.clear()
+
+
 __all__ = [
     "attributes_stand_with_their_tensors",
     "before_optimizers_are_traced",
+    "compile_nothing",
+    "compile_with",
     "explain_traced_errors",
+    "forget_compiled",
     "higher_order_take",
     "inner_sizes_follow",
     "own_compile",
+    "register_backend",
     "stand_before_dynamo",
     "values_are_made_anew",
 ]

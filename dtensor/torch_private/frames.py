@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from .dynamo import own_compile as _own_compile  # first: the version of torch is checked there
+from .dynamo import own_compile  # first: the version of torch is checked there
 from .optimizers import Call, noted_call
 
 # isort: split
@@ -281,7 +281,7 @@ def _optimizer(kind: type, attributes: dict[str, Any]) -> Any:
 def _compile(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, *, skip: int = 0) -> Any:
     given = self, frame, cache_entry, hooks, frame_state
     if self._export or frame.f_code in convert_frame.output_codes or not convert_frame.has_tensor_in_frame(frame):
-        return _own_compile(*given, skip=skip + 1)
+        return own_compile()(*given, skip=skip + 1)
     with compilation(_named(frame)) as made:
         try:
             found = (_answered if _handlers else _compiled)(*given, skip=skip + 2)
@@ -334,7 +334,7 @@ def _answered(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: 
         self._package = recorder
         try:
             with _names_of_this_process(), functorch_config.patch(WHOLE):
-                return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip)
+                return own_compile()(self, frame, cache_entry, hooks, frame_state, skip=skip)
         finally:
             self._package = own
             _recorder.reset(token)
@@ -342,7 +342,7 @@ def _answered(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: 
 
 def _compiled(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, *, skip: int) -> Any:
     with exchanging():
-        return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip)
+        return own_compile()(self, frame, cache_entry, hooks, frame_state, skip=skip)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Dynamo wraps whatever a backend or an operator on fake tensors raises, in text o
 the user. `without_torch` does the same to what torch raises about shapes, and keeps torch from logging it.
 """
 
+import functools
 import logging
 import re
 import threading
@@ -13,25 +14,26 @@ from typing import Any
 
 from ..errors import ShardingError
 
-# isort: split
-from torch._dynamo import config
-from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, TorchRuntimeError, Unsupported
-
 FRAME = re.compile(r' *File "(?P<file>[^"]+)", line \d+, in .*\n(?: {4}.*(?:\n|$))*')
 """One frame in the text of a traceback."""
 
 AT = "from user code:\n"
 
 
-class _InTheOpen(ShortenTraceback):
-    """Carries an error through Dynamo, which asks it for the error to raise."""
+@functools.cache
+def _in_the_open() -> Any:
+    """The class that carries an error through Dynamo, which asks it for the error to raise."""
+    from torch._dynamo.exc import ShortenTraceback
 
-    def __init__(self, error: ShardingError) -> None:
-        super().__init__(str(error), first_useful_frame=None)
-        self.error = error
+    class InTheOpen(ShortenTraceback):
+        def __init__(self, error: ShardingError) -> None:
+            super().__init__(str(error), first_useful_frame=None)
+            self.error = error
 
-    def remove_dynamo_frames(self) -> Any:
-        return self.error.with_traceback(None)
+        def remove_dynamo_frames(self) -> Any:
+            return self.error.with_traceback(None)
+
+    return InTheOpen
 
 
 _users: list[Callable[[str], bool]] = []
@@ -50,6 +52,8 @@ def in_the_open(error: Exception, whole: bool) -> Exception | None:
         error: What Dynamo raised while it compiled a frame.
         whole: Whether a frame that cannot be compiled is an error (fullgraph=True).
     """
+    from torch._dynamo import config
+
     own = None if config.verbose else _own(error, whole)
     if own is None:
         return None
@@ -61,10 +65,12 @@ def in_the_open(error: Exception, whole: bool) -> Exception | None:
     )
     own.args = (f"{text}\n\n{AT}{lines}".rstrip() if lines else text, *own.args[1:])
     own.__cause__ = own.__context__ = None
-    return _InTheOpen(own)
+    return _in_the_open()(own)
 
 
 def _own(error: Any, whole: bool) -> ShardingError | None:
+    from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
+
     if isinstance(error, BackendCompilerFailed):
         found = error.inner_exception
     elif isinstance(error, TorchRuntimeError):  # made of an `Unsupported`, which has the cause

@@ -1,14 +1,16 @@
 """Private APIs of AOTAutograd's partitioner, which splits a joint graph into forward and backward. See `core`, which
 checks the version of torch."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import sympy
 import torch
 
+from .on_demand import sympy
 from .symbolic_sizes import is_tangent  # first: it checks the version of torch
 
 

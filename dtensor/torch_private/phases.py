@@ -5,6 +5,7 @@ Torch announces the steps of a compilation to its `ChromiumEventLogger`; those i
 interrupts it, so that the seconds of all add up to the whole.
 """
 
+import functools
 import os
 import sys
 import threading
@@ -12,11 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from torch._dynamo.utils import ChromiumEventLogger
+import torch
 from torch._guards import CompileContext
+
+from .on_demand import with_dynamo
 
 TRACING, PASSES, GENERATING, COMPILING = "tracing", "passes", "generating code", "compiling kernels"
 LOADING, WAITING, SAVING = "loading", "waiting", "saving"
@@ -169,9 +173,7 @@ _names: dict[Any, str] = {}
 
 def watch_compilations(watcher: Watcher) -> Callable[[], None]:
     """Tell `watcher` of every compilation from now on, until what is returned is called."""
-    if ChromiumEventLogger.log_event_start is not _started:
-        ChromiumEventLogger.log_event_start = _started
-        ChromiumEventLogger.log_event_end = _ended
+    _listen()
     _watchers.append(watcher)
     return lambda: _watchers.remove(watcher)
 
@@ -235,10 +237,26 @@ def wait_for(whom: str) -> None:
         _here.compilation.whom = whom
 
 
-_own_start, _own_end = ChromiumEventLogger.log_event_start, ChromiumEventLogger.log_event_end
+@with_dynamo
+@functools.cache
+def _listen() -> None:
+    """Listen to what torch announces."""
+    from torch._dynamo.utils import ChromiumEventLogger
+
+    own_start, own_end = ChromiumEventLogger.log_event_start, ChromiumEventLogger.log_event_end
+
+    def started(self: Any, event_name: str, *args: Any, **kwargs: Any) -> None:
+        _note_start(event_name)
+        own_start(self, event_name, *args, **kwargs)
+
+    def ended(self: Any, event_name: str, *args: Any, **kwargs: Any) -> None:
+        own_end(self, event_name, *args, **kwargs)
+        _note_end(event_name)
+
+    ChromiumEventLogger.log_event_start, ChromiumEventLogger.log_event_end = started, ended
 
 
-def _started(self: Any, event_name: str, *args: Any, **kwargs: Any) -> None:
+def _note_start(event_name: str) -> None:
     made = _here.compilation
     if made is None and event_name == BACKWARD:
         made = _here.compilation = Compilation(
@@ -251,11 +269,9 @@ def _started(self: Any, event_name: str, *args: Any, **kwargs: Any) -> None:
             _names[_id()] = made.name
         elif event_name in EVENTS or event_name in STEPS:
             made.enter(event_name, EVENTS.get(event_name, made.phase), STEPS.get(event_name, ""))
-    _own_start(self, event_name, *args, **kwargs)
 
 
-def _ended(self: Any, event_name: str, *args: Any, **kwargs: Any) -> None:
-    _own_end(self, event_name, *args, **kwargs)
+def _note_end(event_name: str) -> None:
     made = _here.compilation
     if made is not None and (event_name in EVENTS or event_name in STEPS):
         made.leave(event_name)
@@ -307,5 +323,29 @@ def _id() -> Any:
     return CompileContext.current_compile_id()
 
 
+def compile_context() -> Any:
+    """The current compilation in this thread; None outside of one.
+
+    It is a single object, with a `compile_id`, for everything made from one frame, including the backward.
+    """
+    return CompileContext.try_get()
+
+
+COMPILERS = tuple(
+    str(Path(torch.__file__).parent / file) for file in ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
+)
+"""Files of torch that are on the stack of a thread while it compiles, but not while it runs compiled code."""
+
+
+def is_compiling(frame: FrameType | None) -> bool:
+    """Whether a thread whose current frame is `frame` is compiling."""
+    while frame is not None:
+        if frame.f_code.co_filename in COMPILERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
 __all__ = ["COMPILING", "GENERATING", "LOADING", "PASSES", "PHASES", "SAVING", "TRACING", "WAITING", "Compilation"]
-__all__ += ["Watcher", "compilation", "current", "phase", "repeats", "wait_for", "watch_compilations"]
+__all__ += ["Watcher", "compilation", "compile_context", "current", "is_compiling", "phase", "repeats", "wait_for"]
+__all__ += ["watch_compilations"]

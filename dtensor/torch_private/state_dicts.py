@@ -2,15 +2,16 @@
 
 Its functions (`get_state_dict`, `set_model_state_dict`, ...) gather, spread and copy what is an instance of torch's
 DTensor, and take every other tensor for a whole one. They look that class up among the globals of one module when they
-run, so it does not matter whether a program imported them before.
+run, so it does not matter whether a program imported them before. That module, which imports all of torch's DTensor, is
+changed once a program imports it.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import _state_dict_utils as utils
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+
+from .on_demand import when_imported
 
 Chunk = Callable[[Any], tuple[Any, Any]]
 
@@ -23,6 +24,13 @@ def recognise(ours: type, distribute: Callable[..., Any], chunk: Chunk) -> None:
         distribute: called as `distribute_tensor` is, for placements that are not torch's.
         chunk: called with a tensor of the class; returns sizes and offsets of this rank's shard.
     """
+    when_imported("torch.distributed._state_dict_utils", lambda: _extend(ours, distribute, chunk))
+
+
+def _extend(ours: type, distribute: Callable[..., Any], chunk: Chunk) -> None:
+    from torch.distributed import _state_dict_utils as utils
+    from torch.distributed.tensor import Placement
+
     theirs, distribute_theirs = utils.DTensor, utils.distribute_tensor
     broadcast = utils._distribute_tensors
 

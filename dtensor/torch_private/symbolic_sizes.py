@@ -1,7 +1,9 @@
 """Private torch APIs for symbolic sizes: what a trace knows and assumes about them, guards, and writes into its graph.
 
-See `core`, which checks the version of torch.
+See `core`, which checks the version of torch. Nothing here imports sympy before a trace has a symbol.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
@@ -11,43 +13,31 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import sympy
 import torch
 
 from .core import FakeTensorMode, tree_leaves  # first: it checks the version of torch
+from .on_demand import symbolic_shapes, sympy, value_ranges, when_imported
 
 # isort: split
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource, TensorProperty
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import _sympy_handlers, _SympyExprTrackerValue, get_proxy_mode, make_fx
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-    ValueRangesSLoc,
-    guard_or_false,
-    statically_known_true,
-)
-from torch.utils._sympy.functions import CeilDiv, FloorDiv, Max, Min, Mod
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.reference import PythonReferenceAnalysis
-from torch.utils._sympy.value_ranges import ValueRanges
 from torch.utils._thunk import Thunk
 
 
 def symbolic_mode() -> FakeTensorMode:
     """A mode for tracing with sizes that can be symbols; tensors that are not fake become constants."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbolic_shapes.ShapeEnv())
 
 
 def stand_in(mode: FakeTensorMode, x: torch.Tensor, name: str, symbols: bool) -> torch.Tensor:
     """A fake tensor like `x`, an input called `name`. With `symbols`, its sizes above 1 are symbols."""
     if not symbols:
         return mode.from_tensor(x, static_shapes=True)
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * x.dim())
+    from torch._dynamo.source import ConstantSource
+
+    context = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=[symbolic_shapes.DimDynamic.DYNAMIC] * x.dim())
     return mode.from_tensor(x, symbolic_context=context, source=ConstantSource(name))
 
 
@@ -97,14 +87,14 @@ def same_size(a: Any, b: Any) -> bool:
     """Whether two sizes are equal; for data-dependent sizes, whether they are known to be."""
     if type(a) is int and type(b) is int:
         return a == b
-    return a is b or bool(guard_or_false(a == b))
+    return a is b or bool(symbolic_shapes.guard_or_false(a == b))
 
 
 def differ(a: Any, b: Any) -> bool:
     """Whether two sizes are different; for data-dependent sizes, whether they are known to be."""
     if type(a) is int and type(b) is int:
         return a != b
-    return a is not b and bool(guard_or_false(a != b))
+    return a is not b and bool(symbolic_shapes.guard_or_false(a != b))
 
 
 def hint(size: Any) -> int:
@@ -147,7 +137,7 @@ def number_if_guarded(size: Any) -> Any:
     return hint(found) if given and known_true(env, sympy.Eq(expr, hint(found))) else found
 
 
-def write_numbers(env: ShapeEnv) -> int:
+def write_numbers(env: symbolic_shapes.ShapeEnv) -> int:
     """Make a trace replace each input symbol whose bounds have met by the number.
 
     Torch does this only when it next evaluates the symbol. Returns how many symbols have been replaced so far.
@@ -184,20 +174,20 @@ def replace_size(size: torch.SymInt, value: int | torch.SymInt) -> None:
     size.node._hint = value.node.hint if isinstance(value, torch.SymInt) else value
 
 
-def _kept_bounds(env: ShapeEnv) -> dict[sympy.Symbol, ValueRanges]:
+def _kept_bounds(env: symbolic_shapes.ShapeEnv) -> dict[sympy.Symbol, value_ranges.ValueRanges]:
     """Symbol -> the bounds that it keeps when a trace replaces it.
 
     What the trace assumes about the replacement must not be asserted of its inputs. Torch replaces a symbol again when
     its replacement is replaced, so the bounds are restored on every replacement.
     """
-    kept: dict[sympy.Symbol, ValueRanges] | None = vars(env).get("dtensor_bounds")
+    kept: dict[sympy.Symbol, value_ranges.ValueRanges] | None = vars(env).get("dtensor_bounds")
     if kept is None:
         kept = {}
         replace = env._set_replacement
 
         def replaced(a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
             if a in kept:
-                env.var_to_range[a] = ValueRanges(0, int_oo)
+                env.var_to_range[a] = value_ranges.ValueRanges(0, value_ranges.int_oo)
                 if tgt.is_number and a in env.backed_var_to_val:
                     env.backed_var_to_val[a] = sympy.Integer(tgt)  # another value may have been assumed
             replace(a, tgt, msg)
@@ -209,7 +199,7 @@ def _kept_bounds(env: ShapeEnv) -> dict[sympy.Symbol, ValueRanges]:
 
 
 def on_replaced_sizes(
-    env: ShapeEnv,
+    env: symbolic_shapes.ShapeEnv,
     check: Callable[[sympy.Basic], None],
     number: Callable[[], None],
     other: Callable[[], None],
@@ -242,17 +232,17 @@ def offsets_stand_alone() -> None:
 
     This place depends on the rank where inputs are parts of larger tensors, and with it when a rank compiles again.
     """
-    own = ShapeEnv.create_symbol
+    from torch._dynamo.source import TensorProperty
+
+    own, duck = symbolic_shapes.ShapeEnv.create_symbol, symbolic_shapes.DimDynamic.DUCK
 
     @functools.wraps(own)
-    def create_symbol(
-        self: ShapeEnv, val: Any, source: Any, dynamic_dim: Any = DimDynamic.DUCK, *args: Any, **kwargs: Any
-    ) -> Any:
-        if dynamic_dim is DimDynamic.DUCK and getattr(source, "prop", None) is TensorProperty.STORAGE_OFFSET:
-            dynamic_dim = DimDynamic.DYNAMIC
+    def create_symbol(self: Any, val: Any, source: Any, dynamic_dim: Any = duck, *args: Any, **kwargs: Any) -> Any:
+        if dynamic_dim is duck and getattr(source, "prop", None) is TensorProperty.STORAGE_OFFSET:
+            dynamic_dim = symbolic_shapes.DimDynamic.DYNAMIC
         return own(self, val, source, dynamic_dim, *args, **kwargs)
 
-    ShapeEnv.create_symbol = create_symbol
+    symbolic_shapes.ShapeEnv.create_symbol = create_symbol
 
 
 def size_of(like: torch.SymInt, expression: sympy.Expr) -> torch.SymInt:
@@ -261,7 +251,7 @@ def size_of(like: torch.SymInt, expression: sympy.Expr) -> torch.SymInt:
     return torch.SymInt(SymNode(expression, env, int, _example(env, expression)))
 
 
-def _example(env: ShapeEnv, expression: Any) -> int:
+def _example(env: symbolic_shapes.ShapeEnv, expression: Any) -> int:
     return int(expression.xreplace(env.backed_var_to_val))
 
 
@@ -272,14 +262,14 @@ def define_strides(x: torch.Tensor) -> None:
             step.node._hint = _example(step.node.shape_env, step.node.expr)
 
 
-def assumed_size(env: ShapeEnv, name: str, value: int, least: int) -> torch.SymInt:
+def assumed_size(env: symbolic_shapes.ShapeEnv, name: str, value: int, least: int) -> torch.SymInt:
     """A new symbol for a size. The trace assumes that its value is `value` and that it is never below `least`."""
     symbol = sympy.Symbol(f"s{env._generate_unique_id(name)}", positive=True, integer=True)
     env.backed_var_to_val[symbol] = sympy.Integer(value)
     env.var_to_sources[symbol] = []
-    env.var_to_range[symbol] = ValueRanges(least, int_oo)
+    env.var_to_range[symbol] = value_ranges.ValueRanges(least, value_ranges.int_oo)
     here = env._get_sloc()
-    env.var_to_range_sloc[symbol] = ValueRangesSLoc(here, here)
+    env.var_to_range_sloc[symbol] = symbolic_shapes.ValueRangesSLoc(here, here)
     _kept_bounds(env)[symbol] = env.var_to_range[symbol]
     return torch.SymInt(SymNode(symbol, env, int, value))
 
@@ -292,6 +282,7 @@ def _are_equal(expression: sympy.Basic, number: sympy.Basic) -> sympy.Basic:
     return sympy.Eq(expression, number, evaluate=False)
 
 
+<<<<<<< HEAD
 def around_guards(
     env: ShapeEnv,
     symbols: Collection[sympy.Symbol],
@@ -300,6 +291,12 @@ def around_guards(
 ) -> None:
     """Call `check` with each condition on `symbols` that a trace is about to guard, as it holds for the example values,
     and `compared` with each comparison of other sizes, once it is guarded.
+=======
+def before_guards(
+    env: symbolic_shapes.ShapeEnv, symbols: Collection[sympy.Symbol], check: Callable[[sympy.Basic], None]
+) -> None:
+    """Call `check` with each condition on `symbols` that a trace is about to guard, as it holds for the example values.
+>>>>>>> lazy
 
     `check` may turn symbols into numbers; the trace then evaluates the condition for these.
     """
@@ -322,7 +319,7 @@ def around_guards(
 
 
 def guards_written_by(
-    env: ShapeEnv, write: Callable[[sympy.Basic], sympy.Basic], unbounded: Collection[sympy.Symbol]
+    env: symbolic_shapes.ShapeEnv, write: Callable[[sympy.Basic], sympy.Basic], unbounded: Collection[sympy.Symbol]
 ) -> None:
     """Pass each guard of a trace through `write` before code is generated for it.
 
@@ -334,7 +331,9 @@ def guards_written_by(
     def written(*args: Any, guards: Any = None, **kwargs: Any) -> Any:
         taken = [g._replace(expr=write(g.expr)) for g in env.guards] if guards is None else guards
         ranges = {s: env.var_to_range[s] for s in unbounded if s in env.var_to_range}
-        env.var_to_range.update(dict.fromkeys(ranges, ValueRanges(-int_oo, int_oo)))
+        env.var_to_range.update(
+            dict.fromkeys(ranges, value_ranges.ValueRanges(-value_ranges.int_oo, value_ranges.int_oo))
+        )
         try:
             return produce(*args, guards=taken, **kwargs)
         finally:
@@ -349,7 +348,7 @@ def guards_written_by(
     env.get_pruned_guards = kept
 
 
-def known_true(env: ShapeEnv, condition: sympy.Basic) -> bool:
+def known_true(env: symbolic_shapes.ShapeEnv, condition: sympy.Basic) -> bool:
     """Whether a trace knows, without a new guard, that `condition` holds."""
     if vars(env).get("dtensor_known") != len(env.axioms):  # torch's cache of results ignores new guards
         vars(env)["dtensor_known"] = len(env.axioms)
@@ -363,7 +362,7 @@ def evaluated(like: torch.SymInt, condition: sympy.Basic) -> bool:
 
 
 @contextmanager
-def without_guards(env: ShapeEnv) -> Iterator[None]:
+def without_guards(env: symbolic_shapes.ShapeEnv) -> Iterator[None]:
     """Context in which operators on fake tensors hold for all sizes of a trace: they add no guard and no symbol.
 
     Otherwise torch would conclude that sizes with equal example values are equal, and guard that.
@@ -378,11 +377,16 @@ def without_guards(env: ShapeEnv) -> Iterator[None]:
 
 def known_equal(a: Any, b: Any) -> bool:
     """Whether two sizes are equal; for symbolic ones, whether a trace knows that without a new guard."""
-    return statically_known_true(a == b)
+    equal = a == b
+    return equal if type(equal) is bool else symbolic_shapes.statically_known_true(equal)
 
 
-# Torch can recompute a size that was not traced, except for powers, and sympy writes s * s as a power.
-_sympy_handlers()[sympy.Pow] = operator.pow
+def _trace_powers() -> None:
+    """Torch can recompute a size that was not traced, except for powers, and sympy writes s * s as a power."""
+    _sympy_handlers()[sympy.Pow] = operator.pow
+
+
+when_imported("torch.fx.experimental.symbolic_shapes", _trace_powers)
 
 
 def traced_size(size: Any) -> Any:
@@ -409,19 +413,26 @@ def _traced(known: Mapping[sympy.Symbol, Any], expr: Any) -> Any:
     values = {s: known[s].value for s in expr.free_symbols if s in known}
     if len(values) < len(expr.free_symbols):
         return None
-    return sympy_interp(_Anew, values, expr)
+    from torch.utils._sympy.interp import sympy_interp
+
+    return sympy_interp(_anew(), values, expr)
 
 
-class _Anew(PythonReferenceAnalysis):
+@functools.cache
+def _anew() -> Any:
     """Torch's evaluation of a sympy expression in Python, plus the operations that torch leaves to sympy."""
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-    @staticmethod
-    def pow_by_natural(x: Any, n: int) -> Any:
-        return functools.reduce(operator.mul, [x] * n)
+    class Anew(PythonReferenceAnalysis):
+        @staticmethod
+        def pow_by_natural(x: Any, n: int) -> Any:
+            return functools.reduce(operator.mul, [x] * n)
 
-    @staticmethod
-    def trunc_to_int(x: Any, dtype: torch.dtype) -> Any:
-        return torch.sym_int(x)
+        @staticmethod
+        def trunc_to_int(x: Any, dtype: torch.dtype) -> Any:
+            return torch.sym_int(x)
+
+    return Anew
 
 
 def sizes_before_strides(given: Any) -> None:

@@ -18,7 +18,7 @@ from ...comm.from_plain import refuse_export, refuse_function_transforms
 from ...errors import ArgumentError, ArgumentTypeError
 from ...tensor.own_losses import mark
 from ...tensor.tensor import DTensor
-from ...torch_private.core import never_traced, traced_with_caller, tree_map
+from ...torch_private.core import constant_in_traces, never_traced, traced_with_caller, tree_map
 from ...torch_private.dynamo import traced_modules
 from ..modules.forward_wrapping import made_class, with_own_code, without
 from .accumulation import set_reduced
@@ -181,7 +181,7 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
     )
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def _in_traced_forward() -> bool:
     """Whether the read that Dynamo is tracing is inside a forward of its unit that is traced with it.
 

@@ -33,8 +33,8 @@ from ...layout.layout import Layout
 from ...mesh import provenance
 from ...mesh.mesh import mesh_shape
 from ...mesh.tensor_spec import Spec
-from ...torch_private.compiling import forget_compiled
 from ...torch_private.core import OpOverload, TorchDispatchMode, tree_leaves
+from ...torch_private.dynamo import forget_compiled
 from . import fingerprint as fp
 from .known import NOTHING, OTHER_ORDER, PLAIN, Known, Local, is_real, is_same, memory_of, opened
 from .operator_kinds import EMPTY, NOT_RECORDED, SAME_VALUE, overwritten, short, written

@@ -11,7 +11,7 @@ from dtensor import DTensor, Replicate, Shard, distribute_tensor
 from dtensor.compile import Options, statistics
 from dtensor.compile.backends import run_passes
 from dtensor.dispatch import dispatch
-from dtensor.tensor import compile_hooks as hooks
+from dtensor.tensor import plain_passes as hooks
 from dtensor.torch_private.compiling import inductor_config
 from dtensor.torch_private.core import make_fx, never_traced
 from tests.interpreter import python

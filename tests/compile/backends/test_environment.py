@@ -10,7 +10,7 @@ from dtensor import Replicate, Shard, distribute_tensor
 from dtensor.compile import Options, statistics
 from dtensor.dispatch import strictness
 from dtensor.program import environment
-from dtensor.tensor import compile_hooks as hooks
+from dtensor.tensor import plain_passes as hooks
 
 S0, S1 = Shard(0), Shard(1)
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.compile import statistics
-from dtensor.tensor import compile_hooks as hooks
+from dtensor.tensor import plain_passes as hooks
 from dtensor.testing import with_ranks
 from dtensor.torch_private.compiling import CustomPartitionerFn, inductor_config
 from dtensor.torch_private.partitioning import min_cut_partition
