@@ -282,21 +282,14 @@ def _are_equal(expression: sympy.Basic, number: sympy.Basic) -> sympy.Basic:
     return sympy.Eq(expression, number, evaluate=False)
 
 
-<<<<<<< HEAD
 def around_guards(
-    env: ShapeEnv,
+    env: symbolic_shapes.ShapeEnv,
     symbols: Collection[sympy.Symbol],
     check: Callable[[sympy.Basic], None],
     compared: Callable[[sympy.Basic], None],
 ) -> None:
     """Call `check` with each condition on `symbols` that a trace is about to guard, as it holds for the example values,
     and `compared` with each comparison of other sizes, once it is guarded.
-=======
-def before_guards(
-    env: symbolic_shapes.ShapeEnv, symbols: Collection[sympy.Symbol], check: Callable[[sympy.Basic], None]
-) -> None:
-    """Call `check` with each condition on `symbols` that a trace is about to guard, as it holds for the example values.
->>>>>>> lazy
 
     `check` may turn symbols into numbers; the trace then evaluates the condition for these.
     """
@@ -522,12 +515,6 @@ def free_symbols(value: Any) -> set[sympy.Symbol]:
 
 
 __all__ = [
-    "CeilDiv",
-    "FloorDiv",
-    "Max",
-    "Min",
-    "Mod",
-    "ShapeEnv",
     "around_guards",
     "assumed_size",
     "binary_products",
