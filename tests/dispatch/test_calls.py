@@ -39,7 +39,7 @@ def calls_in(function: Callable[..., Any], *args: Any) -> list[str]:
     return found[1:]
 
 
-@with_ranks(2)
+@with_ranks(2, fresh=True)  # where copies of views live, each operator looks whether one is stale
 def test_a_decided_operator_calls_few_python_functions(rank):
     mesh = init_device_mesh("cpu", (2,))
     x = torch.arange(128.0).reshape(8, 16).sin()

@@ -1,5 +1,7 @@
 """Which ranks read which part of a batch, and what is computed over the parts."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -10,9 +12,12 @@ from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, para
 from dtensor.testing import with_threads
 
 
+MLP = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
 def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    """The same in all ranks: threads draw from one generator, so none may seed it for itself."""
+    return deepcopy(MLP)
 
 
 STYLES = {"0": ColwiseParallel(), "2": RowwiseParallel()}
