@@ -11,7 +11,6 @@ from dtensor.interop import batch_parts
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.testing import with_threads
 
-
 MLP = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
 
 
