@@ -217,8 +217,11 @@ def test_no_rank_is_silent(plan, nproc, tmp_path):
         print(f"{plan}, rank {rank}: {len(own)} lines in {ended - lines[0][0]:.0f} s, at most {max(gaps):.1f} s apart")
         assert max(gaps) <= 10.0, "".join(line for _, line in lines)
     said = "".join(line for _, line in lines)
-    assert re.search(r"rank 0: demo.*: compiling .*: AOTAutograd.*: forward graph: Inductor", said)
-    assert re.search(r"rank 0: demo.*: sharded, compiled, step 1 of 3.*: kernel \d+ of \d+", said)
+    # A line every four seconds is a sample, so which graph and rank it finds at work is chance.
+    assert re.search(
+        r"rank \d: demo.*: sharded, compiled, step 1 of 3.*: compiling .*: (for|back)ward graph: Inductor", said
+    )
+    assert re.search(r"rank \d: demo.*: sharded, compiled, step 1 of 3.*: kernel \d+ of \d+", said)
 
 
 def test_the_version_names_the_distribution_that_is_installed_by_name():
