@@ -32,6 +32,7 @@ from ..rules import (
     LocalCall,
     Output,
     choose,
+    choose_as,
     is_in_place,
     needs_whole,
     rule_of,
@@ -59,6 +60,7 @@ from .fallback import fell_back
 from .global_view import check_global
 from .memory_order import IN_MEMORY, put_in_memory
 from .plain_operands import draws_of_torch, is_alike
+from .whole_graph import OperatorLayouts
 
 COMPOSITES: dict[str, Callable[..., Any]] = {}
 """Operator name -> an implementation on DTensors in terms of other operators; `multi_step` and `composite` fill it."""
@@ -127,7 +129,10 @@ def is_dtensor(a: Any) -> bool:
     return isinstance(getattr(a, "_spec", None), Spec)
 
 
-def decide(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+def decide(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], layouts: OperatorLayouts | None = None
+) -> Decision:
+    """Decide how a call runs: in the `layouts` that were decided for it, if its rule allows them, else as is cheapest."""
     name = func._schema.name
     if name.startswith(FOREACH):
         return Decision(kind="foreach")
@@ -148,7 +153,7 @@ def decide(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     call = call_of(func, args, kwargs, operands)
     rule = make(call) if make is not None else replicated(call)
     assert len(rule.inputs) == len(operands), f"the rule of {func} names {len(rule.inputs)} of {len(operands)} operands"
-    return decide_by(call, rule, in_place)
+    return decide_by(call, rule, in_place, layouts)
 
 
 def _without_rule(func: OpOverload, in_place: bool, operands: list[Spec]) -> str:
@@ -224,9 +229,12 @@ def watched() -> Iterator[list[Decided]]:
         _watch.seen = before
 
 
-def decide_by(call: Call, rule: Rule, in_place: bool) -> Decision:
-    """Choose the cheapest layouts that `rule` allows and return the decision for `call`."""
-    choice = choose(rule, call.operands, in_place)
+def decide_by(call: Call, rule: Rule, in_place: bool, layouts: OperatorLayouts | None = None) -> Decision:
+    """The decision for `call` in the `layouts` that were decided for it, or else the cheapest that `rule` allows."""
+    choice = None
+    if layouts is not None:
+        choice = choose_as(rule, call.operands, layouts.inputs, layouts.outputs, in_place)
+    choice = choice or choose(rule, call.operands, in_place)
     if _watch.seen is not None:
         _watch.seen.append(Decided(call, rule, choice, in_place))
     return carry_out(call, rule, choice, in_place)

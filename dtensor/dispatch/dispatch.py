@@ -36,6 +36,7 @@ from .global_view import may_be_written
 from .plain_operands import mark_alike, mark_local
 from .prepared import Prepared
 from .view_copies import copies, freshen, remember, wrote
+from .whole_graph import now
 
 MOST_DECISIONS = 1 << 16
 """Maximum number of cached decisions; one more clears the cache."""
@@ -119,7 +120,7 @@ def dispatch(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: d
                 else:
                     unusual |= _walk((a,), func, parts, [])
         key = tuple(parts)
-    prepared = None if unusual or provenance.keeps else _cache.get(key)
+    prepared = None if unusual or provenance.looked_up else _cache.get(key)
     if prepared is None:
         return _look_up(func, args, kwargs or {})
     spec = prepared.spec
@@ -197,14 +198,21 @@ def _look_up(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         out = _uncached(found, func, args, kwargs)
         mark_local(out, func, args, kwargs)
     else:
-        key = tuple(parts)
+        following = now.following
+        index = None if following is None else following.find(func, (args, kwargs))
+        layouts = None if following is None or index is None else following.decided[index]
+        key = tuple(parts) if layouts is None else (*parts, layouts)
         prepared = _cache.get(key)
         if prepared is None:
             if len(_cache) >= MOST_DECISIONS:
                 _cache.clear()
-            prepared = _cache[key] = Prepared(decide(func, args, kwargs), func, args, kwargs)
+            prepared = _cache[key] = Prepared(decide(func, args, kwargs, layouts), func, args, kwargs)
+        if following is not None and not prepared.decision.kind:
+            following.take(index, func)
+        if now.recorder is not None:
+            return now.recorder.run(prepared.decision.on(mesh_of((args, kwargs))), func, args, kwargs)
         if found:
-            out = run(prepared.decision.on(_mesh_of((args, kwargs))), func, args, kwargs)
+            out = run(prepared.decision.on(mesh_of((args, kwargs))), func, args, kwargs)
             mark_local(out, func, args, kwargs)
         else:
             out = _carry_out(prepared, args, kwargs, local)
@@ -216,8 +224,13 @@ def _look_up(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _uncached(found: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call that has plain tensors among its arguments, or sizes that no key can hold."""
     if not found & PLAIN:
+        following = now.following
+        index = None if following is None else following.find(func, (args, kwargs))
+        layouts = None if following is None or index is None else following.decided[index]
         with disable_proxy_modes_tracing():  # keep the arithmetic on sizes out of the graph
-            decision = decide(func, args, kwargs).on(_mesh_of((args, kwargs)))
+            decision = decide(func, args, kwargs, layouts).on(mesh_of((args, kwargs)))
+        if following is not None and not decision.kind:
+            following.take(index, func)
         return run(decision.traced(), func, args, kwargs)
     if func._schema.name.startswith(FOREACH):
         return KINDS["foreach"](func, args, kwargs)
@@ -230,12 +243,12 @@ def _uncached(found: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     return out
 
 
-def _mesh_of(given: Any) -> Any:
+def mesh_of(given: Any) -> Any:
     """The mesh of the first DTensor among the arguments, or its stand-in; None without DTensors."""
     if isinstance(given, DTensorType):
         return given._spec.mesh
     items = given.values() if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else ()
-    return next((mesh for item in items if (mesh := _mesh_of(item)) is not None), None)
+    return next((mesh for item in items if (mesh := mesh_of(item)) is not None), None)
 
 
 def forget() -> None:
@@ -430,4 +443,4 @@ def _localized(a: Any, moves: Any) -> Any:
     return a
 
 
-__all__ = ["KINDS", "dispatch", "forget", "install", "run", "with_plain_wrapped"]
+__all__ = ["KINDS", "dispatch", "forget", "install", "mesh_of", "run", "with_plain_wrapped"]

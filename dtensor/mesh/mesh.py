@@ -39,6 +39,7 @@ from ..job.groups import is_alive, shared_name
 from ..job.job import all_here, job
 from ..prices.calibrated import Measured, links_here
 from ..prices.links import Link, Network
+from ..prices.machine import Machine
 from ..torch_private.core import default_group_timeout, disable_current_modes, real_object, root_mesh
 from .caches import cache, clear_caches
 
@@ -89,6 +90,8 @@ class MeshFacts:
         coordinate: This rank's index along each axis; None on a rank outside the mesh.
         groups: Ascending axes -> name of this rank's group over them; empty on a rank outside the mesh.
         network: The description of the mesh for the planner.
+        measured: Whether its links were measured, or given to `prepare`.
+        machine: What a rank computes with, as measured on the mesh's first rank; None if it was not.
     """
 
     mesh: DeviceMesh
@@ -96,6 +99,8 @@ class MeshFacts:
     coordinate: tuple[int, ...] | None
     groups: dict[tuple[int, ...], str]
     network: Network
+    measured: bool = False
+    machine: Machine | None = None
 
     @property
     def by_axis(self) -> list[str]:
@@ -150,7 +155,10 @@ def _look_up(mesh: DeviceMesh) -> MeshFacts:
     mine = tuple([links[a] if a is not None else own[i] for i, a in enumerate(in_root)])
     network = Network.of(tuple(mesh.shape), mine, merged)
     groups = {axes: shared_name(name, _label(mesh, axes), _all_rows(root, mesh, axes)) for axes, name in groups.items()}
-    return MeshFacts(mesh, tuple(mesh.shape), None if at is None else tuple(at), groups, network)
+    said = prepared.measured
+    measured = bool(prepared.links or said.inter or said.intra)
+    at = None if at is None else tuple(at)
+    return MeshFacts(mesh, tuple(mesh.shape), at, groups, network, measured, said.machine)
 
 
 def _all_rows(root: Any, mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -213,7 +213,18 @@ keeps: bool = False
 def keep_specs(wanted: bool) -> None:
     """Note the specs of local tensors (`SPEC`) from now on, or no longer."""
     global keeps
+    look_up_each(int(wanted) - int(keeps))
     keeps = wanted
+
+
+looked_up: int = 0
+"""How many reasons there are for dispatch to look up each operator, rather than take its quick path."""
+
+
+def look_up_each(more: int) -> None:
+    """Count one more such reason, or with -1 one less."""
+    global looked_up
+    looked_up += more
 
 
 def keeps_specs() -> bool:
@@ -336,6 +347,7 @@ __all__ = [
     "Taken",
     "Travels",
     "keep_specs",
+    "look_up_each",
     "keeps_specs",
     "note_alike",
     "note_inside",

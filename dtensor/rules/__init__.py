@@ -5,7 +5,7 @@ chooses the cheapest layouts that it allows (`choose`).
 """
 
 from .call import RULES, SHAPES, Call, LocalCall, Output, base_name, is_in_place
-from .choose import Choice, choose
+from .choose import Choice, choose, choose_as
 from .families import (
     advanced_indexing,
     along_dim,
@@ -76,6 +76,7 @@ __all__ = [
     "base_name",
     "candidates",
     "choose",
+    "choose_as",
     "is_in_place",
     "needs_whole",
     "rule_of",

@@ -4,6 +4,7 @@ On each mesh axis the cheapest candidate wins, the one whose operands cost least
 replication, then to candidates that fit any size, then to the rule's order. The choice is the same on every rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any
@@ -49,6 +50,43 @@ def choose(rule: Rule, operands: list[Spec], in_place: bool = False, network: Ne
     shared: dict[Factor, int] = {}
     for axis in range(len(network.sizes)):
         picked.append(_cheapest(rule, table, operands, in_place, axis, network, shared))
+    return _assemble(rule, picked, operands, in_place)
+
+
+def choose_as(
+    rule: Rule,
+    operands: list[Spec],
+    inputs: Sequence[Sequence[int | str | None] | None],
+    outputs: Sequence[Sequence[int | str | None] | None],
+    in_place: bool = False,
+) -> Choice | None:
+    """The layouts for `operands` that were decided elsewhere.
+
+    Args:
+        rule, operands, in_place: as in `choose`.
+        inputs: for each operand what each mesh axis holds of it: None (replicated), a dim or a reduce op; None for any.
+        outputs: likewise of each output.
+
+    Returns:
+        The layouts; None if the rule does not allow them for these sizes.
+    """
+    sizes, table = _network(operands).sizes, candidates(rule)
+    if len(inputs) != len(rule.inputs) or len(outputs) != len(rule.outputs):
+        return None
+    picked: list[Candidate] = []
+    shared: dict[Factor, int] = {}
+    for axis, n in enumerate(sizes):
+        for c in table:
+            asked = [(s, x) for some, have in ((inputs, c.inputs), (outputs, c.outputs)) for s, x in zip(some, have)]
+            if any(s is not None and s[axis] != x for s, x in asked) or (in_place and not _keeps(rule, c)):
+                continue
+            if _fits(rule, c, n, shared):
+                picked.append(c)
+                if c.factor is not None:
+                    shared[c.factor] = shared.get(c.factor, 1) * n
+                break
+        else:
+            return None
     return _assemble(rule, picked, operands, in_place)
 
 
@@ -220,4 +258,4 @@ def _order(rule: Rule, factor: Factor, picked: list[Candidate], operands: list[S
     return tuple(first + [a for a in wanted if a not in first])
 
 
-__all__ = ["MOVES", "Choice", "Weighed", "choose", "weigh"]
+__all__ = ["MOVES", "Choice", "Weighed", "choose", "choose_as", "weigh"]

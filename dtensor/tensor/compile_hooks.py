@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..mesh.mesh import look_up_prepared
 from ..program import environment
 from ..program.source_lines import is_users
+from ..torch_private.before_tracing import Traced, before_tracing
 from ..torch_private.dynamo import compile_nothing, compile_with, register_backend, stand_before_dynamo
 from ..torch_private.graph_cache import exchange_from_now_on
 from ..torch_private.on_demand import when_imported
@@ -108,12 +109,17 @@ def _leveled(gm: Any, example_inputs: Any) -> Any:
     return importlib.import_module("dtensor.compile.backends.backend").leveled(gm, example_inputs)
 
 
+def _prepared(run_forward: Any, inputs: Any) -> Traced | None:
+    return importlib.import_module("dtensor.parallel.decisions.frames").decide_frame(run_forward, inputs)
+
+
 def backend(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
     """The `torch.compile` backend `"dtensor"`. See `dtensor.compile.backend`."""
     return importlib.import_module("dtensor.compile").backend(gm, example_inputs, **kwargs)
 
 
 register_backend(backend, OURS)
+before_tracing(_prepared)
 when_imported("torch._inductor.config", lambda: importlib.import_module("dtensor.tensor.plain_passes"))
 
 __all__ = [

@@ -18,12 +18,15 @@ class Regime:
         states: tensors of its size that the optimizer keeps for a parameter.
         parts: number of microbatches that a compiled step computes in turns (`dtensor.passes`, `split_batch`).
         gradients: the dtype in which gradients of parameters are sent; None for their own.
+        by_operator: whether every operator runs in the layouts found for it (`dtensor.parallel.decisions`), rather than
+            in those that the engine chooses between the borders of modules.
     """
 
     training: bool = True
     states: float = 2.0
     parts: int = 1
     gradients: torch.dtype | None = None
+    by_operator: bool = False
 
     def itemsize(self, dtype: torch.dtype) -> int:
         """Bytes of an element of a gradient as it is sent."""

@@ -87,7 +87,7 @@ class Flows:
             if None not in chosen:
                 user = _User(chosen, float(u.sources[k][t]), here or u.border)
                 by_phase.setdefault(u.backward, []).append(user)
-        if t.step is not None and is_free(t.step) and not t.step.border:
+        if not self.regime.by_operator and t.step is not None and is_free(t.step) and not t.step.border:
             # What is moved behind a view is moved before it as well, where a plan can say so.
             self.equal += [(made, user.chosen) for phase in by_phase.values() for user in phase]
             by_phase = {}
@@ -168,7 +168,7 @@ class Flows:
             balance.setdefault(a, {})[k] = -1.0
             balance.setdefault(b, {})[k] = 1.0
             if not beside:
-                columns.cost[k] += price * way.times * (1.0 if way.said else 1 + UNSAID)
+                columns.cost[k] += price * way.times * (1.0 if way.said or self.regime.by_operator else 1 + UNSAID)
                 continue
             axis, start = first_start(self.network, a, b)
             taken = self.choices.machine.taken(self.network.links[axis], gradient and shared)

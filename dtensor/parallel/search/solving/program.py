@@ -16,7 +16,7 @@ The relaxation of a flow is tight, so that the bound is close to the optimum. Hi
 the dual revised simplex method", 2018) solves it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,8 @@ class Program:
         regime: how it is run.
         memory: bytes that a rank may hold; None for any.
         transient: bytes held besides parameters, their gradients and states, and what is saved.
-        fixed: tensor of a parameter or input -> the state that it must have.
+        fixed: tensor of a parameter or input, or that a border hands on -> the state that it must have.
+        tangents: gradient with which the backward starts -> the result in whose state it is, with sums added up.
         below: solutions of more seconds are of no interest, so that what only these take is left out.
 
     Attributes:
@@ -85,6 +86,7 @@ class Program:
         memory: float | None = None,
         transient: float = 0.0,
         fixed: dict[Tensor, State] | None = None,
+        tangents: Mapping[Tensor, Tensor] | None = None,
         below: float = INF,
     ) -> None:
         self.all: Steps = steps
@@ -110,6 +112,8 @@ class Program:
         self._sources()
         for step in steps.steps:
             self._step(step)
+        for t, result in (tangents or {}).items():
+            self.made[t] = _added_up(self.made.get(result, {}))
         self._flows()
         for phase in self.tableau.phases:
             longer = self.columns.add(1.0 / MICRO, upper=INF)
@@ -187,6 +191,9 @@ class Program:
         sources = [t for t in step.sources[0] if not t.plain]
         if not sources:  # a plain tensor at a border
             out.kind = CONSTANT
+            return
+        if out in self.fixed:
+            self.made[out] = self.taken[step, 0] = self.tableau.one_state([self.fixed[out]])
             return
         t, same = sources[0], self.all.decided[step].outputs[0]
         if step.like.again and same in self.made:
@@ -275,6 +282,14 @@ def _grouped(items: Sequence[tuple[int, State | None]]) -> Any:
     found: dict[Any, dict[int, float]] = {}
     for k, s in items:
         found.setdefault(s, {})[k] = 1.0
+    return found
+
+
+def _added_up(chosen: Chosen) -> Chosen:
+    """The same choice for a tensor that is replicated where the other is partial."""
+    found: Chosen = {}
+    for s, terms in chosen.items():
+        found.setdefault(tuple([None if isinstance(x, str) else x for x in s]), {}).update(terms)
     return found
 
 

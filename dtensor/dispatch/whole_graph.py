@@ -1,0 +1,125 @@
+"""Layouts that were decided for a whole program at once, and how its operators follow them one by one.
+
+    record the program's operators -> decide all layouts together (`dtensor.parallel.decisions`) -> follow them
+
+A program that is recorded hands its operators to a `Recorder`, which makes results of the right shapes and computes
+nothing. When it runs, or is traced, each operator takes the layouts of the recorded one that it is: the same operator,
+next in order. Where a program is not what was recorded, operators choose their own layouts again.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..mesh.provenance import look_up_each
+from ..torch_private.core import OpOverload, tree_leaves
+
+State = tuple[int | str | None, ...]
+"""Where a tensor is, by mesh axis: None (replicated), a dim (sharded) or a reduce op (partial)."""
+
+AHEAD = 64
+"""How many recorded operators may be left out where a program runs fewer than were recorded."""
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorLayouts:
+    """The layouts decided for one operator of a program.
+
+    Attributes:
+        func: the operator.
+        dims: number of dims of each operand.
+        inputs: for each operand the state in which it is taken; None for any.
+        outputs: for each result the state in which it is made; None where it is no tensor.
+    """
+
+    func: OpOverload
+    dims: tuple[int, ...]
+    inputs: tuple[State | None, ...]
+    outputs: tuple[State | None, ...]
+
+
+class Recorder(Protocol):
+    """What is given the operators of a program in place of running them."""
+
+    def run(self, decision: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call returns; `decision` says how it would run if it chose for itself."""
+        ...
+
+
+class Following:
+    """A program's place in its decisions.
+
+    Args:
+        decided: the layouts of its operators, in the order in which they were recorded.
+
+    Attributes:
+        at: index of the next operator.
+        missed: operators of the program that were not recorded there.
+    """
+
+    def __init__(self, decided: Sequence[OperatorLayouts]) -> None:
+        self.decided: Sequence[OperatorLayouts] = decided
+        self.at: int = 0
+        self.missed: list[str] = []
+
+    def restart(self) -> None:
+        """The program runs from its beginning."""
+        self.at = 0
+
+    def find(self, func: OpOverload, args: Any) -> int | None:
+        """The index of the recorded operator that a call is; None if it is none of the next ones."""
+        dims: tuple[int, ...] | None = None
+        for k in range(self.at, min(self.at + AHEAD, len(self.decided))):
+            layouts = self.decided[k]
+            if layouts.func is func:
+                dims = dims or tuple([x.dim() for x in tree_leaves(args) if isinstance(x, torch.Tensor)])
+                if layouts.dims == dims:
+                    return k
+        return None
+
+    def take(self, index: int | None, func: OpOverload) -> None:
+        """The operator at `index` runs now; None for one that was not recorded."""
+        if index is None:
+            self.missed.append(str(func))
+        else:
+            self.at = index + 1
+
+
+class _Now(threading.local):
+    following: Following | None = None
+    recorder: Recorder | None = None
+
+
+now = _Now()
+"""The decisions that operators of this thread follow, and the recorder that is given them instead."""
+
+
+@contextmanager
+def followed(following: Following | None) -> Iterator[None]:
+    """Context in which the operators of this thread follow decisions; with None, they choose for themselves."""
+    before, now.following = now.following, following
+    look_up_each(1)
+    try:
+        yield
+    finally:
+        look_up_each(-1)
+        now.following = before
+
+
+@contextmanager
+def recorded(recorder: Recorder) -> Iterator[None]:
+    """Context in which the operators of this thread are handed to a recorder."""
+    before, now.recorder = now.recorder, recorder
+    look_up_each(1)
+    try:
+        yield
+    finally:
+        look_up_each(-1)
+        now.recorder = before
+
+
+__all__ = ["Following", "OperatorLayouts", "Recorder", "State", "followed", "now", "recorded"]

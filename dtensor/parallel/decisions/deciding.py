@@ -1,0 +1,93 @@
+"""Decides all layouts of a recorded program together.
+
+tape -> steps, options by the rules of their operators -> integer program -> layouts of each operator
+
+Parameters, inputs and what the program redistributes itself are where it says. The rest is chosen by the solver of the
+search (`dtensor.parallel.search.solving`), at the same prices.
+"""
+
+from dataclasses import dataclass, replace
+
+from ...dispatch.whole_graph import OperatorLayouts
+from ...mesh.mesh import facts
+from ...prices.links import Network
+from ...prices.machine import MACHINES
+from ..search.choices import Choices
+from ..search.regime import USUAL
+from ..search.repeats import steps_of
+from ..search.solving.program import Program
+from ..search.tape import BORDER
+from .recording import Recording
+
+GAP = 0.002
+"""How far from the best, as a fraction of the seconds, decisions may be."""
+
+MANY = 2000
+"""Programs of more operators take the same decisions in all layers that are alike."""
+
+LIMIT = 60.0
+"""Seconds after which the solver takes what it has. It is not meant to be reached: ranks might decide differently."""
+
+
+SLOWER = 100.0
+"""How much slower than the usual ones links seem that were not measured, so that no byte is sent to save computation."""
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What was decided for a program.
+
+    Attributes:
+        layouts: of each operator, in order.
+        seconds: of a step, as the model of cost has it.
+        bound: no decisions take fewer seconds under that model.
+    """
+
+    layouts: tuple[OperatorLayouts, ...]
+    seconds: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """How far from the best they may be, as a fraction."""
+        return 1 - self.bound / self.seconds if self.seconds else 0.0
+
+
+def decide(recording: Recording) -> Decisions | None:
+    """The layouts of a recorded program; None if the solver finds none."""
+    tape, mesh = recording.tape, recording.mesh
+    known = facts(mesh)
+    network = known.network if known.measured else _slow(known.network)
+    choices = Choices(mesh, network, known.machine or MACHINES.get(mesh.device_type, MACHINES["cpu"]))
+    steps = steps_of(tape, alike=len(tape.ops) > MANY)
+    regime = replace(USUAL, training=any(op.backward for op in tape.ops), states=0.0, by_operator=True)
+    fixed = {steps.which[v]: s for v, s in recording.fixed.items() if v in steps.which}
+    tangents = {
+        steps.which[v]: steps.which[result]
+        for v, result in recording.tangents.items()
+        if v in steps.which and result in steps.which
+    }
+    program = Program(steps, choices, regime, fixed=fixed, tangents=tangents)
+    solution = program.solve(gap=GAP, limit=LIMIT)
+    if solution is None:
+        return None
+    layouts: list[OperatorLayouts] = []
+    for op in tape.ops:
+        if op.func == BORDER:
+            continue
+        step = steps.of[op]
+        inputs = tuple([solution.uses.get((step, k)) for k in range(len(op.operands))])
+        outputs = tuple([None if t is None else solution.states.get(t) for t in step.outputs])
+        layouts.append(OperatorLayouts(op.func, tuple([v.ndim for v in op.operands]), inputs, outputs))
+    return Decisions(tuple(layouts), solution.seconds, solution.bound)
+
+
+def _slow(network: Network) -> Network:
+    links = [
+        replace(link, alpha=SLOWER * link.alpha, start=SLOWER * link.start, bandwidth=link.bandwidth / SLOWER)
+        for link in network.links
+    ]
+    return Network.of(network.sizes, tuple(links), network.merged)
+
+
+__all__ = ["Decisions", "decide"]

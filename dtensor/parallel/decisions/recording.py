@@ -1,0 +1,236 @@
+"""Records a program that runs on DTensors: its operators as dispatch decides them, forward and backward.
+
+function, inputs on fake tensors -> forward and backward, in which nothing is computed -> tape
+
+The tape is that of the search (`dtensor.parallel.search.tape`). Unlike a tape of a model that is not sharded, it holds
+what the program itself says of layouts: a redistribution is a border whose result is in a given state.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...dispatch.dispatch import run, wrap
+from ...dispatch.global_view import ANNOTATION, global_view
+from ...dispatch.whole_graph import State, recorded
+from ...errors import ShardingError
+from ...mesh.tensor_spec import Spec
+from ...tensor.tensor import DTensor
+from ...torch_private.core import (
+    FakeTensorMode,
+    OpOverload,
+    backward_number,
+    disable_current_modes,
+    forward_number,
+    fx_traceback,
+    tree_leaves,
+    tree_map,
+)
+from ...torch_private.symbolic_sizes import hint
+from ..search.states import state_of
+from ..search.tape import BORDER, INPUT, MADE, PARAMETER, Op, Tape, Value
+
+
+class NotRecorded(ShardingError):
+    """A program does something that cannot be recorded."""
+
+
+@dataclass
+class Recording:
+    """A recorded program.
+
+    Attributes:
+        tape: its operators; redistributions are borders.
+        fixed: input, or result of a redistribution -> its state.
+        tangents: gradient with which the backward starts -> the result whose gradient it is.
+        mesh: the mesh of the tensors; None without any.
+        viewed: whether any of it runs in a global view.
+        several: whether tensors are on several meshes.
+    """
+
+    tape: Tape = field(default_factory=Tape)
+    fixed: dict[Value, State] = field(default_factory=dict[Value, State])
+    tangents: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    mesh: Any = None
+    viewed: bool = False
+    several: bool = False
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.recording = Recording()
+        self.known: dict[int, Value] = {}
+        self.alive: list[Any] = []
+        self.backward = False
+        self.entered: list[tuple[int, str]] = [(-1, "")]
+
+    def note(self, x: DTensor, value: Value) -> Value:
+        """Remember which value a tensor is, and keep the tensor so that no other gets its id."""
+        self.known[id(x)] = value
+        self.alive.append(x)
+        return value
+
+    def made(self, x: DTensor, kind: str, name: str = "", storage: int | None = None) -> Value:
+        spec = x._spec
+        real = spec.real or spec
+        if self.recording.mesh is None:
+            self.recording.mesh = real.mesh
+        self.recording.several |= self.recording.mesh is not real.mesh
+        own = len(self.alive) if storage is None else storage
+        value = Value(kind, name, tuple(spec.shape), tuple(spec.stride), spec.dtype, own)
+        if kind in (INPUT, PARAMETER):
+            self.recording.fixed[value] = state_of(spec.layout)
+            self.recording.tape.values[kind, name] = value
+        return self.note(x, value)
+
+    def value(self, x: DTensor) -> Value:
+        return self.known.get(id(x)) or self.made(x, INPUT, f"met {len(self.alive)}")
+
+    def run(self, decision: Any, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As `dispatch.whole_graph.Recorder`."""
+        if func is torch.ops.dtensor.redistribute.default:
+            return self.redistributed(args, kwargs)
+        if decision.kind == "dynamic":
+            raise NotRecorded(f"{func} makes results whose shape depends on values")
+        if decision.kind:
+            return run(decision, func, args, kwargs)
+        operands: list[Value] = []
+
+        def seen(a: Any) -> Any:
+            if isinstance(a, DTensor):
+                operands.append(self.value(a))
+                return operands[-1]
+            return [seen(item) for item in a] if isinstance(a, (list, tuple)) else a
+
+        given, named = tuple([seen(a) for a in args]), {k: seen(a) for k, a in kwargs.items()}
+        if None in decision.outputs and not all(s is None for s in decision.outputs):
+            raise NotRecorded(f"{func} returns something that is no tensor")
+        op = Op(func, given, named, operands, [], decision.many, self.path(), self.backward)
+        self.recording.tape.ops.append(op)
+        if decision.returns_self:
+            results = [args[0]]
+        else:
+            results = [_empty(spec) for spec in decision.outputs if spec is not None]
+        storage = operands[0].storage if operands and (func.is_view or decision.returns_self) else None
+        for k, x in enumerate(results):
+            value = self.made(x, MADE, "", storage)
+            value.maker, value.index = op, k
+            op.outputs.append(value)
+        return results if decision.many else results[0]
+
+    def redistributed(self, args: Any, kwargs: Any) -> Any:
+        """A redistribution, which the program says itself."""
+        x = args[0]
+        given = self.value(x)
+        layout = type(x._spec.layout).parse(args[1], x.dim())
+        dtype = kwargs.get("dtype") or x._spec.dtype
+        out = _empty(Spec.make(x._spec.mesh, layout, x._spec.shape, x._spec.stride, dtype))
+        if layout is x._spec.layout and given in self.recording.fixed:
+            self.note(out, given)
+            return out
+        value = self.made(out, MADE, "", given.storage)
+        value.maker = Op(BORDER, (given,), {}, [given], [value], False, self.path(), self.backward, "said")
+        self.recording.fixed[value] = state_of(layout)
+        self.recording.tape.ops.append(value.maker)
+        return out
+
+    def path(self) -> str:
+        """The module in whose forward an operator runs, or ran that it differentiates."""
+        if not self.backward:
+            meta = fx_traceback.current_meta
+            self.recording.viewed |= ANNOTATION in (meta.get("custom") or {})
+            path = _module_of(meta)
+            if path != self.entered[-1][1]:
+                self.entered.append((forward_number(), path))
+            return path
+        number = backward_number()
+        found = [path for at, path in self.entered if number is not None and at <= number]
+        return found[-1] if found else ""
+
+
+def _module_of(meta: Any) -> str:
+    """The name of a node's innermost module, by Dynamo's record of it."""
+    stack = meta.get("nn_module_stack") or {}
+    name = next(reversed(stack.values()), ("",))[0] if stack else ""
+    for before, after in (("L['self'].", ""), ("._modules['", "."), ("']", ""), ("[", "."), ("]", "")):
+        name = name.replace(before, after)
+    return name
+
+
+def _empty(spec: Spec) -> DTensor:
+    local = torch.empty(spec.local_shape(), dtype=spec.dtype, device=spec.mesh.device_type)
+    return wrap(local, spec)
+
+
+def record(run_forward: Callable[..., Any], inputs: Sequence[Any]) -> Recording:
+    """Record a program and, where its inputs require gradients, its backward.
+
+    Args:
+        run_forward: the program, a function of flat arguments.
+        inputs: its arguments, on fake tensors. Symbolic sizes are recorded as their hints.
+
+    Returns:
+        What was recorded.
+
+    Raises:
+        NotRecorded: what it does depends on the values of tensors.
+    """
+    recorder = _Recorder()
+    tape = recorder.recording.tape
+    with ExitStack() as stack:
+        stack.enter_context(disable_current_modes())
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        copies = [_with_numbers(x, mode) for x in inputs]
+        for k, x in enumerate(copies):
+            if isinstance(x, DTensor):
+                recorder.made(x, PARAMETER if x.requires_grad and x.dim() else INPUT, str(k))
+        stack.enter_context(recorded(recorder))
+        stack.enter_context(global_view(False))
+        with torch.enable_grad() if any(_wants_gradient(x) for x in copies) else torch.no_grad():
+            out = [x for x in tree_leaves(run_forward(*copies)) if isinstance(x, torch.Tensor)]
+        results = [x for x in out if isinstance(x, DTensor)]
+        tape.results = [recorder.value(x) for x in results]
+        starts = [x for x in out if x.requires_grad]
+        wanted = [x for x in copies if _wants_gradient(x)]
+        if starts and wanted:
+            recorder.backward = True
+            tangents = [_tangent(x, recorder) for x in starts]
+            gradients = torch.autograd.grad(starts, wanted, tangents, allow_unused=True)
+            for x, g in zip(wanted, gradients):
+                if isinstance(x, DTensor) and isinstance(g, DTensor) and recorder.value(x).kind == PARAMETER:
+                    tape.gradients[recorder.value(x).name] = recorder.value(g)
+    return recorder.recording
+
+
+def _wants_gradient(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def _tangent(x: torch.Tensor, recorder: _Recorder) -> torch.Tensor:
+    if not isinstance(x, DTensor):
+        return torch.empty_like(x)
+    made = _empty(x._spec.with_layout(x._spec.layout.without_partial()))
+    value = recorder.made(made, MADE, f"tangent {len(recorder.recording.tangents)}")
+    recorder.recording.tangents[value] = recorder.value(x)
+    return made
+
+
+def _with_numbers(x: Any, mode: FakeTensorMode) -> Any:
+    """An argument on fake tensors of this mode, with numbers in place of symbolic sizes."""
+    if isinstance(x, torch.SymInt):
+        return hint(x)
+    if isinstance(x, DTensor):
+        spec = x._spec
+        shape, stride = (tuple([hint(n) for n in some]) for some in (spec.shape, spec.stride))
+        return _empty(Spec.make(spec.mesh, spec.layout, shape, stride, spec.dtype)).requires_grad_(x.requires_grad)
+    if isinstance(x, torch.Tensor):
+        shape, stride = (tuple([hint(n) for n in some]) for some in (x.shape, x.stride()))
+        made = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+        return made.requires_grad_(x.requires_grad)
+    return tree_map(lambda a: hint(a) if isinstance(a, torch.SymInt) else a, x)
+
+
+__all__ = ["NotRecorded", "Recording", "record"]
