@@ -14,6 +14,7 @@ from torch import fx
 
 from dtensor.dispatch.strictness import strict
 from dtensor.dispatch.view_copies import lose, root
+from dtensor.dispatch.whole_graph import deciding
 from dtensor.errors import ArgumentError
 from dtensor.job.job import explain, failure_told
 from dtensor.tensor.plain_passes import PARTITIONER, chained, others_partitioner
@@ -80,6 +81,7 @@ def _entered(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Callab
     if chosen.strict and chosen.inner == "eager":
         return strict()(gm.forward)
     with ExitStack() as stack:
+        stack.enter_context(deciding(chosen.decide))
         if any(isinstance(x, DTensor) for x in example_inputs):
             stack.enter_context(failure_told("compiled", unless=RestartAnalysis))
         if chosen.strict:  # all graphs, the joint graph included, are traced inside

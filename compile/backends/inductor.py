@@ -15,6 +15,7 @@ from dtensor.dispatch import registration, strictness
 from dtensor.mesh.local_sizes import local_lengths
 from dtensor.mesh.mesh import is_for_any_rank
 from dtensor.mesh.provenance import keeps_specs
+from dtensor.parallel.decisions.deciding import fingerprint as decided_by
 from dtensor.torch_private.compiling import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
@@ -102,7 +103,16 @@ def trace_key() -> Any:
     """
     meshes = [(m.names, m.network.sizes, m.network.links) for m in mesh_groups()]
     groups = mesh_kinds() if is_for_any_rank() else process_groups()
-    return source_hash(), registration.fingerprint(), strictness.fingerprint(), groups, meshes, noted(), drawn()
+    return (
+        source_hash(),
+        registration.fingerprint(),
+        strictness.fingerprint(),
+        groups,
+        meshes,
+        noted(),
+        drawn(),
+        decided_by(),
+    )
 
 
 @cache

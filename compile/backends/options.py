@@ -43,6 +43,8 @@ class Options:
         split_batch: the number of microbatches into which a batch is split, so that one computes while another
             communicates (`dtensor.passes.SplitBatch`); 1 leaves it unsplit.
         agreement: whether the ranks compare what a graph communicates before it first runs (`dtensor.comm.agreement`).
+        decide: whether the layouts of a model that `distribute_model` sharded are decided for the whole graph at once
+            (`dtensor.parallel.decisions`); otherwise each operator takes what is cheapest for its own operands.
     """
 
     inner: str = "inductor"
@@ -54,6 +56,7 @@ class Options:
     memory_budget: int | None = None
     split_batch: int = 1
     agreement: bool = True
+    decide: bool = True
 
     @property
     def cacheable(self) -> bool:
@@ -228,6 +231,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "memory_budget": _bytes_or_none,
     "split_batch": _parts,
     "agreement": _switch,
+    "decide": _switch,
 }
 """Option -> the function that validates its value and returns it in its final form."""
 

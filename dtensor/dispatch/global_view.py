@@ -79,6 +79,11 @@ def global_view(checked: bool, run: int = 0) -> Iterator[None]:
         _view.checked, _view.due = before
 
 
+def is_in_view() -> bool:
+    """Whether this thread runs in a global view now."""
+    return _view.checked is not None
+
+
 def _checked(x: torch.Tensor) -> bool | None:
     """Whether the global view around an operator on `x` compares values; None outside of any."""
     if isinstance(x, (FakeTensor, FunctionalTensor)):
@@ -176,4 +181,4 @@ def _line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "?"
 
 
-__all__ = ["check_global", "global_view", "may_be_written"]
+__all__ = ["check_global", "global_view", "is_in_view", "may_be_written"]

@@ -10,12 +10,14 @@ next in order. Where a program is not what was recorded, operators choose their 
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ..mesh.provenance import look_up_each
+from ..program import environment
 from ..torch_private.core import OpOverload, tree_leaves
 
 State = tuple[int | str | None, ...]
@@ -98,6 +100,29 @@ now = _Now()
 """The decisions that operators of this thread follow, and the recorder that is given them instead."""
 
 
+_asked: ContextVar[bool | None] = ContextVar("dtensor_decide", default=None)
+
+
+@contextmanager
+def deciding(wanted: bool) -> Iterator[None]:
+    """Context of a compilation whose options say whether layouts are decided for whole graphs."""
+    token = _asked.set(wanted)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def is_deciding() -> bool:
+    """Whether layouts are decided for the graph that is compiled now: by its options, or else by the environment.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    asked = _asked.get()
+    return environment.switched("decide", True) if asked is None else asked
+
+
 @contextmanager
 def followed(following: Following | None) -> Iterator[None]:
     """Context in which the operators of this thread follow decisions; with None, they choose for themselves."""
@@ -122,4 +147,5 @@ def recorded(recorder: Recorder) -> Iterator[None]:
         now.recorder = before
 
 
-__all__ = ["Following", "OperatorLayouts", "Recorder", "State", "followed", "now", "recorded"]
+__all__ = ["Following", "OperatorLayouts", "Recorder", "State", "deciding", "followed", "is_deciding", "now"]
+__all__ += ["recorded"]

@@ -11,6 +11,7 @@ unset or empty has no effect. Switches are 0 or 1; lists are separated by commas
     DTENSOR_MEMORY_BUDGET=1000000    bytes of gathered tensors that may be saved for the backward
     DTENSOR_SPLIT_BATCH=2            split a batch into this many microbatches; one computes while another communicates
     DTENSOR_AGREEMENT=0              run graphs without comparing their collectives with those of the other ranks
+    DTENSOR_DECIDE=0                 let each operator choose its layouts, rather than decide for the whole graph
 
 DTENSOR_PROGRESS=0 says nothing of what takes long (`dtensor.program.stages`); 1 writes all ranks' lines on a terminal.
 DTENSOR_SHARE_COMPILES=0 lets every rank of a job compile for itself, where one would compile for all with equal graphs.
@@ -38,6 +39,7 @@ VARIABLES = {
     "memory_budget": "DTENSOR_MEMORY_BUDGET",
     "split_batch": "DTENSOR_SPLIT_BATCH",
     "agreement": "DTENSOR_AGREEMENT",
+    "decide": "DTENSOR_DECIDE",
 }
 """Option of `dtensor.compile.Options` -> its variable. (`inner` has none: with plain `torch.compile`, the backend is
 given.)"""
@@ -149,6 +151,7 @@ KINDS: dict[str, Callable[[str], Any]] = {
     "memory_budget": _number,
     "split_batch": _number,
     "agreement": _switch,
+    "decide": _switch,
 }
 """Option -> the function that reads its variable."""
 

@@ -7,9 +7,11 @@ search (`dtensor.parallel.search.solving`), at the same prices.
 """
 
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
 
 from ...dispatch.whole_graph import OperatorLayouts
-from ...mesh.mesh import facts
+from ...mesh.mesh import facts, known_meshes
 from ...prices.links import Network
 from ...prices.machine import MACHINES
 from ..search.choices import Choices
@@ -19,7 +21,7 @@ from ..search.solving.program import Program
 from ..search.tape import BORDER
 from .recording import Recording
 
-GAP = 0.002
+GAP = 1e-4
 """How far from the best, as a fraction of the seconds, decisions may be."""
 
 MANY = 2000
@@ -29,7 +31,7 @@ LIMIT = 60.0
 """Seconds after which the solver takes what it has. It is not meant to be reached: ranks might decide differently."""
 
 
-SLOWER = 100.0
+SLOWER = 1e4
 """How much slower than the usual ones links seem that were not measured, so that no byte is sent to save computation."""
 
 
@@ -60,7 +62,8 @@ def decide(recording: Recording) -> Decisions | None:
     network = known.network if known.measured else _slow(known.network)
     choices = Choices(mesh, network, known.machine or MACHINES.get(mesh.device_type, MACHINES["cpu"]))
     steps = steps_of(tape, alike=len(tape.ops) > MANY)
-    regime = replace(USUAL, training=any(op.backward for op in tape.ops), states=0.0, by_operator=True)
+    training = any(op.backward for op in tape.ops)
+    regime = replace(USUAL, training=training, states=0.0, by_operator=True, overlap=known.measured)
     fixed = {steps.which[v]: s for v, s in recording.fixed.items() if v in steps.which}
     tangents = {
         steps.which[v]: steps.which[result]
@@ -90,4 +93,9 @@ def _slow(network: Network) -> Network:
     return Network.of(network.sizes, tuple(links), network.merged)
 
 
-__all__ = ["Decisions", "decide"]
+def fingerprint() -> Any:
+    """What decisions depend on apart from the program, its meshes and their links, for cache keys of compiled code."""
+    return version("highspy"), *sorted({repr((f.measured, f.machine)) for f in known_meshes()})
+
+
+__all__ = ["Decisions", "decide", "fingerprint"]

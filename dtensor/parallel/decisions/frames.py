@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ...dispatch.whole_graph import Following, followed
+from ...dispatch.whole_graph import Following, followed, is_deciding
+from ...errors import ShardingError
 from ...program.stages import Stage
 from ...tensor.tensor import DTensor
 from ...torch_private.before_tracing import Traced
+from ...torch_private.core import UnknownValue
 from .deciding import Decisions, decide
 from .recording import record
 
@@ -25,7 +27,7 @@ def decide_frame(run_forward: Callable[..., Any], inputs: Sequence[Any]) -> Trac
     Returns:
         The context in which it is traced, and what restarts it; None if it is traced as it is.
     """
-    if not any(isinstance(x, DTensor) for x in inputs):
+    if not is_deciding() or not any(isinstance(x, DTensor) for x in inputs):
         return None
     decisions = decided(run_forward, inputs)
     if decisions is None:
@@ -37,7 +39,11 @@ def decide_frame(run_forward: Callable[..., Any], inputs: Sequence[Any]) -> Trac
 def decided(run_forward: Callable[..., Any], inputs: Sequence[Any]) -> Decisions | None:
     """Record a frame and decide its layouts; None if that cannot be done, or there is nothing to decide."""
     with Stage("deciding layouts", inside=True):
-        recording = record(run_forward, inputs)
+        try:
+            recording = record(run_forward, inputs)
+        except (ShardingError, *UnknownValue) as error:  # what is wrong will be said when it is traced
+            log.info("layouts are chosen operator by operator: %s", error)
+            return None
         if not recording.viewed or recording.several or not recording.tape.ops:
             return None
         return decide(recording)

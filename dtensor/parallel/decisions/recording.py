@@ -9,12 +9,13 @@ what the program itself says of layouts: a redistribution is a border whose resu
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from ...dispatch.dispatch import run, wrap
-from ...dispatch.global_view import ANNOTATION, global_view
+from ...dispatch.global_view import ANNOTATION, global_view, is_in_view
 from ...dispatch.whole_graph import State, recorded
 from ...errors import ShardingError
 from ...mesh.tensor_spec import Spec
@@ -106,18 +107,19 @@ class _Recorder:
             return [seen(item) for item in a] if isinstance(a, (list, tuple)) else a
 
         given, named = tuple([seen(a) for a in args]), {k: seen(a) for k, a in kwargs.items()}
-        if None in decision.outputs and not all(s is None for s in decision.outputs):
-            raise NotRecorded(f"{func} returns something that is no tensor")
         op = Op(func, given, named, operands, [], decision.many, self.path(), self.backward)
         self.recording.tape.ops.append(op)
         if decision.returns_self:
             results = [args[0]]
         else:
-            results = [_empty(spec) for spec in decision.outputs if spec is not None]
+            kinds = [str(r.type) for r in func._schema.returns]
+            results = [_empty(s) if s is not None else _nothing(k) for s, k in zip_longest(decision.outputs, kinds)]
         storage = operands[0].storage if operands and (func.is_view or decision.returns_self) else None
         for k, x in enumerate(results):
-            value = self.made(x, MADE, "", storage)
-            value.maker, value.index = op, k
+            value = None
+            if isinstance(x, DTensor):
+                value = self.made(x, MADE, "", storage)
+                value.maker, value.index = op, k
             op.outputs.append(value)
         return results if decision.many else results[0]
 
@@ -141,7 +143,7 @@ class _Recorder:
         """The module in whose forward an operator runs, or ran that it differentiates."""
         if not self.backward:
             meta = fx_traceback.current_meta
-            self.recording.viewed |= ANNOTATION in (meta.get("custom") or {})
+            self.recording.viewed = self.recording.viewed or ANNOTATION in (meta.get("custom") or {})
             path = _module_of(meta)
             if path != self.entered[-1][1]:
                 self.entered.append((forward_number(), path))
@@ -158,6 +160,11 @@ def _module_of(meta: Any) -> str:
     for before, after in (("L['self'].", ""), ("._modules['", "."), ("']", ""), ("[", "."), ("]", "")):
         name = name.replace(before, after)
     return name
+
+
+def _nothing(kind: str | None) -> int | None:
+    """What stands for a result that is no tensor: a number, or a tensor that was not asked for."""
+    return 0 if kind in ("int", "SymInt") else None
 
 
 def _empty(spec: Spec) -> DTensor:
@@ -179,6 +186,7 @@ def record(run_forward: Callable[..., Any], inputs: Sequence[Any]) -> Recording:
         NotRecorded: what it does depends on the values of tensors.
     """
     recorder = _Recorder()
+    recorder.recording.viewed = is_in_view()
     tape = recorder.recording.tape
     with ExitStack() as stack:
         stack.enter_context(disable_current_modes())

@@ -111,7 +111,6 @@ def search(
     Raises:
         PlacementError: no plan fits into `memory`; a pattern in `fixed` matches nothing; axes of the mesh have no
             names; or the forward needs values of tensors.
-        ImportError: the solver, highspy, is not installed.
         ValueError: an argument is out of its range.
     """
     for name, value in (("memory", memory), ("gap", gap), ("limit", limit)):

@@ -34,7 +34,7 @@ def collectives(x):
 
 def test_there_is_a_variable_for_each_option():
     assert [*environment.VARIABLES, "inner"] == [
-        *("passes", "disable", "strict", "dump", "verify", "memory_budget", "split_batch", "agreement", "inner")
+        *("passes", "disable", "strict", "dump", "verify", "memory_budget", "split_batch", "agreement", "decide", "inner")
     ]
     assert {*environment.VARIABLES, "inner"} == {f.name for f in fields(Options)}
     assert all(variable in str(environment.__doc__) for variable in environment.VARIABLES.values())

@@ -77,7 +77,7 @@ def highs() -> Any:
     try:
         import highspy
     except ImportError:
-        raise ImportError("dtensor.search needs HiGHS; write: pip install 'dtensor-compile[search]'") from None
+        raise ImportError("layouts are decided by HiGHS, which is not installed; write: pip install highspy") from None
     return highspy
 
 
