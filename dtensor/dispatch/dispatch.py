@@ -199,7 +199,7 @@ def _look_up(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         mark_local(out, func, args, kwargs)
     else:
         following = now.following
-        index = None if following is None else following.find(func, (args, kwargs))
+        index = None if following is None else following.find(func, (args, kwargs), mesh_of((args, kwargs)))
         layouts = None if following is None or index is None else following.decided[index]
         key = tuple(parts) if layouts is None else (*parts, layouts)
         prepared = _cache.get(key)
@@ -225,7 +225,7 @@ def _uncached(found: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
     """Run a call that has plain tensors among its arguments, or sizes that no key can hold."""
     if not found & PLAIN:
         following = now.following
-        index = None if following is None else following.find(func, (args, kwargs))
+        index = None if following is None else following.find(func, (args, kwargs), mesh_of((args, kwargs)))
         layouts = None if following is None or index is None else following.decided[index]
         with disable_proxy_modes_tracing():  # keep the arithmetic on sizes out of the graph
             decision = decide(func, args, kwargs, layouts).on(mesh_of((args, kwargs)))

@@ -18,7 +18,7 @@ import torch
 
 from ..mesh.provenance import look_up_each
 from ..program import environment
-from ..torch_private.core import OpOverload, tree_leaves
+from ..torch_private.core import OpOverload, real_object, tree_leaves
 
 State = tuple[int | str | None, ...]
 """Where a tensor is, by mesh axis: None (replicated), a dim (sharded) or a reduce op (partial)."""
@@ -57,14 +57,16 @@ class Following:
 
     Args:
         decided: the layouts of its operators, in the order in which they were recorded.
+        mesh: the mesh on which they run; operators on others are not looked for.
 
     Attributes:
         at: index of the next operator.
         missed: operators of the program that were not recorded there.
     """
 
-    def __init__(self, decided: Sequence[OperatorLayouts]) -> None:
+    def __init__(self, decided: Sequence[OperatorLayouts], mesh: Any) -> None:
         self.decided: Sequence[OperatorLayouts] = decided
+        self.mesh: Any = mesh
         self.at: int = 0
         self.missed: list[str] = []
 
@@ -72,13 +74,15 @@ class Following:
         """The program runs from its beginning."""
         self.at = 0
 
-    def find(self, func: OpOverload, args: Any) -> int | None:
+    def find(self, func: OpOverload, given: Any, mesh: Any) -> int | None:
         """The index of the recorded operator that a call is; None if it is none of the next ones."""
+        if real_object(mesh) is not self.mesh:
+            return None
         dims: tuple[int, ...] | None = None
         for k in range(self.at, min(self.at + AHEAD, len(self.decided))):
             layouts = self.decided[k]
             if layouts.func is func:
-                dims = dims or tuple([x.dim() for x in tree_leaves(args) if isinstance(x, torch.Tensor)])
+                dims = dims or tuple([x.dim() for x in tree_leaves(given) if isinstance(x, torch.Tensor)])
                 if layouts.dims == dims:
                     return k
         return None

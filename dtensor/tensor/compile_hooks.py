@@ -109,8 +109,8 @@ def _leveled(gm: Any, example_inputs: Any) -> Any:
     return importlib.import_module("dtensor.compile.backends.backend").leveled(gm, example_inputs)
 
 
-def _prepared(run_forward: Any, inputs: Any) -> Traced | None:
-    return importlib.import_module("dtensor.parallel.decisions.frames").decide_frame(run_forward, inputs)
+def _prepared(run_forward: Any, inputs: Any, parameters: Any) -> Traced | None:
+    return importlib.import_module("dtensor.parallel.decisions.frames").decide_frame(run_forward, inputs, parameters)
 
 
 def backend(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:

@@ -12,16 +12,20 @@ Traced = tuple[Callable[[], AbstractContextManager[Any]], Callable[[], None]]
 """Makes the context of a trace of a graph; and what is called when the graph's function begins to run there."""
 
 
-def before_tracing(prepare: Callable[[Callable[..., Any], Sequence[Any]], Traced | None]) -> None:
+Prepare = Callable[[Callable[..., Any], Sequence[Any], Sequence[int]], Traced | None]
+
+
+def before_tracing(prepare: Prepare) -> None:
     """Call `prepare` before AOTAutograd traces a graph, and trace it in the context that it returns.
 
     Args:
-        prepare: takes the graph as a function of flat arguments, and these on fake tensors.
+        prepare: takes the graph as a function of flat arguments, these on fake tensors, and the indices of those that
+            are parameters or buffers.
     """
     when_imported("torch._functorch.aot_autograd", functools.partial(_install, prepare))
 
 
-def _install(prepare: Callable[[Callable[..., Any], Sequence[Any]], Traced | None]) -> None:
+def _install(prepare: Prepare) -> None:
     from torch._functorch import aot_autograd
 
     collect, capture = aot_autograd.run_functionalized_fw_and_collect_metadata, aot_autograd.aot_stage1_graph_capture
@@ -30,7 +34,8 @@ def _install(prepare: Callable[[Callable[..., Any], Sequence[Any]], Traced | Non
     @functools.wraps(collect)
     def collected(flat_fn: Any, **kwargs: Any) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            traced = None if kwargs.get("pre_dispatch") else prepare(flat_fn, args)
+            static = kwargs.get("static_input_indices") or ()
+            traced = None if kwargs.get("pre_dispatch") else prepare(flat_fn, args, static)
             with nullcontext() if traced is None else traced[0]():
                 found = collect(_from_its_beginning(flat_fn, traced), **kwargs)(*args)
             last.prepared = found, traced

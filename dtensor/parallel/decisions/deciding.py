@@ -41,11 +41,13 @@ class Decisions:
 
     Attributes:
         layouts: of each operator, in order.
+        mesh: the mesh on which they run.
         seconds: of a step, as the model of cost has it.
         bound: no decisions take fewer seconds under that model.
     """
 
     layouts: tuple[OperatorLayouts, ...]
+    mesh: Any
     seconds: float
     bound: float
 
@@ -70,7 +72,8 @@ def decide(recording: Recording) -> Decisions | None:
         for v, result in recording.tangents.items()
         if v in steps.which and result in steps.which
     }
-    program = Program(steps, choices, regime, fixed=fixed, tangents=tangents)
+    returned = [steps.which[v] for v in (*tape.results, *recording.handed_back) if v in steps.which]
+    program = Program(steps, choices, regime, fixed=fixed, returned=returned, tangents=tangents)
     solution = program.solve(gap=GAP, limit=LIMIT)
     if solution is None:
         return None
@@ -82,7 +85,7 @@ def decide(recording: Recording) -> Decisions | None:
         inputs = tuple([solution.uses.get((step, k)) for k in range(len(op.operands))])
         outputs = tuple([None if t is None else solution.states.get(t) for t in step.outputs])
         layouts.append(OperatorLayouts(op.func, tuple([v.ndim for v in op.operands]), inputs, outputs))
-    return Decisions(tuple(layouts), solution.seconds, solution.bound)
+    return Decisions(tuple(layouts), mesh, solution.seconds, solution.bound)
 
 
 def _slow(network: Network) -> Network:

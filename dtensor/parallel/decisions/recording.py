@@ -6,7 +6,8 @@ The tape is that of the search (`dtensor.parallel.search.tape`). Unlike a tape o
 what the program itself says of layouts: a redistribution is a border whose result is in a given state.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -47,17 +48,17 @@ class Recording:
         tape: its operators; redistributions are borders.
         fixed: input, or result of a redistribution -> its state.
         tangents: gradient with which the backward starts -> the result whose gradient it is.
-        mesh: the mesh of the tensors; None without any.
+        handed_back: gradients of inputs that are no parameters.
+        mesh: the mesh on which most operators run, whose operators these are; None without any.
         viewed: whether any of it runs in a global view.
-        several: whether tensors are on several meshes.
     """
 
     tape: Tape = field(default_factory=Tape)
     fixed: dict[Value, State] = field(default_factory=dict[Value, State])
     tangents: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    handed_back: list[Value] = field(default_factory=list[Value])
     mesh: Any = None
     viewed: bool = False
-    several: bool = False
 
 
 class _Recorder:
@@ -66,6 +67,7 @@ class _Recorder:
         self.known: dict[int, Value] = {}
         self.alive: list[Any] = []
         self.backward = False
+        self.meshes: dict[Value, Any] = {}
         self.entered: list[tuple[int, str]] = [(-1, "")]
 
     def note(self, x: DTensor, value: Value) -> Value:
@@ -77,11 +79,9 @@ class _Recorder:
     def made(self, x: DTensor, kind: str, name: str = "", storage: int | None = None) -> Value:
         spec = x._spec
         real = spec.real or spec
-        if self.recording.mesh is None:
-            self.recording.mesh = real.mesh
-        self.recording.several |= self.recording.mesh is not real.mesh
         own = len(self.alive) if storage is None else storage
         value = Value(kind, name, tuple(spec.shape), tuple(spec.stride), spec.dtype, own)
+        self.meshes[value] = real.mesh
         if kind in (INPUT, PARAMETER):
             self.recording.fixed[value] = state_of(spec.layout)
             self.recording.tape.values[kind, name] = value
@@ -139,6 +139,31 @@ class _Recorder:
         self.recording.tape.ops.append(value.maker)
         return out
 
+    def on_one_mesh(self) -> Recording:
+        """What was recorded, without tensors on other meshes than that of most operators."""
+        found, meshes = self.recording, self.meshes
+
+        def of(op: Op) -> Any:
+            return next((meshes[v] for v in (*op.operands, *op.outputs) if v is not None), None)
+
+        counts = Counter([id(mesh) for op in found.tape.ops if (mesh := of(op)) is not None])
+        if not counts:
+            return found
+        most = counts.most_common(1)[0][0]
+        found.mesh = next(mesh for mesh in meshes.values() if id(mesh) == most)
+
+        def is_there(v: Value) -> bool:
+            return meshes[v] is found.mesh
+
+        tape = found.tape
+        tape.ops = [op for op in tape.ops if of(op) is found.mesh]
+        tape.values = {key: v for key, v in tape.values.items() if is_there(v)}
+        tape.results, found.handed_back = ([v for v in some if is_there(v)] for some in (tape.results, found.handed_back))
+        tape.gradients = {name: g for name, g in tape.gradients.items() if is_there(g) and (PARAMETER, name) in tape.values}
+        found.fixed = {v: s for v, s in found.fixed.items() if is_there(v)}
+        found.tangents = {v: result for v, result in found.tangents.items() if is_there(v)}
+        return found
+
     def path(self) -> str:
         """The module in whose forward an operator runs, or ran that it differentiates."""
         if not self.backward:
@@ -172,12 +197,13 @@ def _empty(spec: Spec) -> DTensor:
     return wrap(local, spec)
 
 
-def record(run_forward: Callable[..., Any], inputs: Sequence[Any]) -> Recording:
+def record(run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: Collection[int]) -> Recording:
     """Record a program and, where its inputs require gradients, its backward.
 
     Args:
         run_forward: the program, a function of flat arguments.
         inputs: its arguments, on fake tensors. Symbolic sizes are recorded as their hints.
+        parameters: indices of those that are parameters or buffers.
 
     Returns:
         What was recorded.
@@ -194,7 +220,7 @@ def record(run_forward: Callable[..., Any], inputs: Sequence[Any]) -> Recording:
         copies = [_with_numbers(x, mode) for x in inputs]
         for k, x in enumerate(copies):
             if isinstance(x, DTensor):
-                recorder.made(x, PARAMETER if x.requires_grad and x.dim() else INPUT, str(k))
+                recorder.made(x, PARAMETER if k in parameters and x.requires_grad else INPUT, str(k))
         stack.enter_context(recorded(recorder))
         stack.enter_context(global_view(False))
         with torch.enable_grad() if any(_wants_gradient(x) for x in copies) else torch.no_grad():
@@ -208,9 +234,13 @@ def record(run_forward: Callable[..., Any], inputs: Sequence[Any]) -> Recording:
             tangents = [_tangent(x, recorder) for x in starts]
             gradients = torch.autograd.grad(starts, wanted, tangents, allow_unused=True)
             for x, g in zip(wanted, gradients):
-                if isinstance(x, DTensor) and isinstance(g, DTensor) and recorder.value(x).kind == PARAMETER:
+                if not isinstance(x, DTensor) or not isinstance(g, DTensor):
+                    continue
+                if recorder.value(x).kind == PARAMETER:
                     tape.gradients[recorder.value(x).name] = recorder.value(g)
-    return recorder.recording
+                else:
+                    recorder.recording.handed_back.append(recorder.value(g))
+    return recorder.on_one_mesh()
 
 
 def _wants_gradient(x: Any) -> bool:

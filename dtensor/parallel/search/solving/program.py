@@ -70,6 +70,7 @@ class Program:
         memory: bytes that a rank may hold; None for any.
         transient: bytes held besides parameters, their gradients and states, and what is saved.
         fixed: tensor of a parameter or input, or that a border hands on -> the state that it must have.
+        returned: what leaves the program, so that partial sums are still to be added up.
         tangents: gradient with which the backward starts -> the result in whose state it is, with sums added up.
         below: solutions of more seconds are of no interest, so that what only these take is left out.
 
@@ -86,6 +87,7 @@ class Program:
         memory: float | None = None,
         transient: float = 0.0,
         fixed: dict[Tensor, State] | None = None,
+        returned: Sequence[Tensor] = (),
         tangents: Mapping[Tensor, Tensor] | None = None,
         below: float = INF,
     ) -> None:
@@ -112,6 +114,8 @@ class Program:
         self._sources()
         for step in steps.steps:
             self._step(step)
+        for t in returned:
+            self._leave(t)
         for t, result in (tangents or {}).items():
             self.made[t] = _added_up(self.made.get(result, {}))
         self._flows()
@@ -180,6 +184,9 @@ class Program:
             self.taken[step, i] = _grouped([(k, o.inputs[i]) for k, o in picked])
             if follows and all(t in (leader or ()) for t in source):
                 self.led.add((step, i))
+        if self.regime.by_operator and step.in_place:  # what is written to stays where it is
+            written = self.taken[step, 0]
+            self.flows.equal += [(self.made[t], written) for t in step.sources[0] if t in self.made and None not in written]
         for j, t in enumerate(step.outputs):
             if t is not None:
                 self.made[t] = _grouped([(k, o.outputs[j]) for k, o in picked])
@@ -205,6 +212,15 @@ class Program:
             return
         chosen = self.tableau.one_state(self.all_states(out, partial=out.like.dtype.is_floating_point))
         self.made[out] = self.taken[step, 0] = chosen
+
+    def _leave(self, t: Tensor) -> None:
+        """Pay for what is left to do where a tensor leaves the program as partial sums."""
+        moves = self.choices.moves(t.like.shape, t.like.dtype.itemsize, False)
+        for s, terms in self.made.get(t, {}).items():
+            if any(isinstance(x, str) for x in s):
+                price = min([moves.price(s, to) for to in self.all_states(t)])
+                for k in terms:
+                    self.columns.cost[k] += price * t.count
 
     def _flows(self) -> None:
         """Moves between what is made and what is taken, without what takes more seconds than is of interest."""
