@@ -34,7 +34,14 @@ ROOMS = {
         ["tools"],
         ["__main__"],
     ],
-    "dtensor.parallel": [["modules"], ["checks"], ["fsdp"], ["styles", "whole_model", "training"], ["search"]],
+    "dtensor.parallel": [
+        ["modules"],
+        ["checks"],
+        ["fsdp"],
+        ["styles", "whole_model", "training"],
+        ["search"],
+        ["decisions"],
+    ],
     "dtensor.runs": [["records"], ["comparing", "traces", "watching"]],
     "dtensor.rules": [
         ["rule"],

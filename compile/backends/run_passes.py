@@ -16,6 +16,7 @@ from torch import fx
 
 from dtensor import passes
 from dtensor.comm.replication_check import drawn
+from dtensor.dispatch.whole_graph import now
 from dtensor.errors import InvalidInputError
 from dtensor.mesh.provenance import PARAMETER, keeps_specs
 from dtensor.passes import STAGES, Compilation, Pass, Raise, Simulation
@@ -171,6 +172,8 @@ def _run(graph: fx.Graph, options: Options, kind: str, within: bool = False) -> 
     traced = passes.collectives(graph)
     for watcher in WATCHERS:
         watcher(graph, chosen, where)
+    if kind in (JOINT, INFERENCE) and not within:
+        frame.decided = now.told
     if options.dump and Path(options.dump) not in frame.roots:
         frame.roots.append(Path(options.dump))
     simulate = simulation(graph, where) if options.verify else None

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
+from dtensor.dispatch.whole_graph import Told
 from dtensor.mesh.provenance import MOVE, PASSES, TRACED, Moved
 from dtensor.passes import CollectiveInfo
 from dtensor.passes.graph import groups, ir
@@ -195,6 +196,7 @@ class Frame:
         asked: number -> collective as the program requested it.
         changes: what the passes did, in order.
         alternatives: what its graphs would take with other options, where it is dumped.
+        decided: what is said of layouts decided for the whole graph; None where operators choose for themselves.
         breaks: graph breaks, in torch's words.
         recompiled: reasons for the recompilation, in torch's words.
         roots: folders of dumps to which it is written.
@@ -209,6 +211,7 @@ class Frame:
     asked: dict[int, Asked] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     alternatives: list[Alternative] = field(default_factory=list["Alternative"])
+    decided: Told | None = None
     breaks: list[str] = field(default_factory=list)
     recompiled: list[str] = field(default_factory=list)
     roots: list[Path] = field(default_factory=list)

@@ -40,7 +40,7 @@ def described(frames: list[Dumped], most: int = MOST) -> str:
     mine = [f for f in frames if f.rank == first]
     manifests = [f.manifest for f in mine if f.manifest]
     graphs = [(f, d, g) for f in mine if f.manifest for d, g in f.manifest["graphs"].items()]
-    lines = [_head(frames, manifests), *_graphs(graphs), "", *exposed_lines(mine, most)]
+    lines = [_head(frames, manifests), *_graphs(graphs), *_decided(mine), "", *exposed_lines(mine, most)]
     return "\n".join([*lines, *_passes(manifests)])
 
 
@@ -179,6 +179,22 @@ def _graphs(graphs: list[tuple[Dumped, str, dict[str, Any]]]) -> list[str]:
         rows.append(tuple(row))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join([cell.ljust(n) for cell, n in zip(row, widths)]).rstrip() for row in rows]
+
+
+def _decided(frames: list[Dumped]) -> list[str]:
+    """Lines that say for which frames layouts were decided for the whole graph."""
+    lines: list[str] = []
+    for f in frames:
+        d = (f.manifest or {}).get("decided")
+        if d and d["why"]:
+            lines.append(f"{f.name}: each operator chose its layouts: {d['why']}")
+        elif d:
+            gap = max(0.0, 1 - d["bound"] / d["seconds"]) if d["seconds"] else 0.0
+            lines.append(
+                f"{f.name}: layouts of {d['operators']} operators were decided together; by the model of cost no "
+                f"others save more than {gap:.2%}"
+            )
+    return lines
 
 
 def _passes(manifests: list[dict[str, Any]]) -> list[str]:

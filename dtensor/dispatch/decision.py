@@ -132,7 +132,7 @@ def is_dtensor(a: Any) -> bool:
 def decide(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], layouts: OperatorLayouts | None = None
 ) -> Decision:
-    """Decide how a call runs: in the `layouts` that were decided for it, if its rule allows them, else as is cheapest."""
+    """Decide how a call runs: in the `layouts` decided for it, if its rule allows them, else as is cheapest."""
     name = func._schema.name
     if name.startswith(FOREACH):
         return Decision(kind="foreach")

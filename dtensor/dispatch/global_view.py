@@ -79,9 +79,9 @@ def global_view(checked: bool, run: int = 0) -> Iterator[None]:
         _view.checked, _view.due = before
 
 
-def is_in_view() -> bool:
-    """Whether this thread runs in a global view now."""
-    return _view.checked is not None
+def in_view(graph: torch.fx.Graph) -> bool:
+    """Whether a graph of Dynamo, which is compiled now, runs in a global view, or part of it does."""
+    return _view.checked is not None or any(ANNOTATION in (n.meta.get("custom") or {}) for n in graph.nodes)
 
 
 def _checked(x: torch.Tensor) -> bool | None:
@@ -181,4 +181,4 @@ def _line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "?"
 
 
-__all__ = ["check_global", "global_view", "is_in_view", "may_be_written"]
+__all__ = ["check_global", "global_view", "in_view", "may_be_written"]

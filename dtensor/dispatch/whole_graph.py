@@ -95,13 +95,37 @@ class Following:
             self.at = index + 1
 
 
+@dataclass(frozen=True)
+class Told:
+    """What is said of decisions.
+
+    Attributes:
+        operators: for how many operators layouts were decided.
+        seconds: that a step takes with them, as the model of cost has it.
+        bound: no other layouts take fewer seconds under that model.
+        why: why nothing was decided; "" if something was.
+    """
+
+    operators: int = 0
+    seconds: float = 0.0
+    bound: float = 0.0
+    why: str = ""
+
+    @property
+    def gap(self) -> float:
+        """How far they are at most from the best, as a fraction of the seconds."""
+        return max(0.0, 1 - self.bound / self.seconds) if self.seconds else 0.0
+
+
 class _Now(threading.local):
     following: Following | None = None
     recorder: Recorder | None = None
+    told: Told | None = None
 
 
 now = _Now()
-"""The decisions that operators of this thread follow, and the recorder that is given them instead."""
+"""The decisions that operators of this thread follow, the recorder that is given them instead, and what is said of the
+decisions of the graph that this thread traced last; None where nothing was to be decided."""
 
 
 _asked: ContextVar[bool | None] = ContextVar("dtensor_decide", default=None)
@@ -151,5 +175,5 @@ def recorded(recorder: Recorder) -> Iterator[None]:
         now.recorder = before
 
 
-__all__ = ["Following", "OperatorLayouts", "Recorder", "State", "deciding", "followed", "is_deciding", "now"]
+__all__ = ["Following", "OperatorLayouts", "Recorder", "State", "Told", "deciding", "followed", "is_deciding", "now"]
 __all__ += ["recorded"]

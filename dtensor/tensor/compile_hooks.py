@@ -11,12 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..dispatch.global_view import in_view
 from ..mesh.mesh import look_up_prepared
 from ..program import environment
 from ..program.source_lines import is_users
-from ..torch_private.before_tracing import Traced, before_tracing
 from ..torch_private.dynamo import compile_nothing, compile_with, register_backend, stand_before_dynamo
-from ..torch_private.graph_cache import exchange_from_now_on
+from ..torch_private.graph_cache import Traced, before_tracing, exchange_from_now_on
 from ..torch_private.on_demand import when_imported
 from ..torch_private.own_errors import show_lines_of
 from ..torch_private.phases import Compilation, watch_compilations
@@ -109,7 +109,10 @@ def _leveled(gm: Any, example_inputs: Any) -> Any:
     return importlib.import_module("dtensor.compile.backends.backend").leveled(gm, example_inputs)
 
 
-def _prepared(run_forward: Any, inputs: Any, parameters: Any) -> Traced | None:
+def _prepared(graph: Any, run_forward: Any, inputs: Any, parameters: Any) -> Traced | None:
+    """Decide the layouts of a graph that is in a global view."""
+    if not in_view(graph):
+        return None
     return importlib.import_module("dtensor.parallel.decisions.frames").decide_frame(run_forward, inputs, parameters)
 
 

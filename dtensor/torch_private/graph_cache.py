@@ -3,14 +3,18 @@
 AOTAutograd keeps what it makes in a cache. The key is a hash of Dynamo's graph, its inputs and settings. While a
 `Session` lasts, the key is the same on all ranks with that graph; what differs between them stands in a note on each
 entry, and an entry whose note does not fit is passed over. Where the cache has nothing, the session is asked.
+
+Also what stands before AOTAutograd when it traces a graph that no cache holds: `before_tracing`.
 """
 
+import functools
 import hashlib
 import importlib
 import io
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from .core import disable_current_modes
+from .on_demand import when_imported
 
 WHOLE = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
 """Settings of AOTAutograd with which it makes forward and backward at once, as one thing that can be pickled."""
@@ -319,5 +324,70 @@ def _on_copies(compiled: Any, donated: list[int]) -> Callable[[list[Any]], Any]:
     return call
 
 
-__all__ = ["WHOLE", "Exchange", "Session", "exchange_from_now_on", "exchanging", "install"]
+Traced = tuple[Callable[[], AbstractContextManager[Any]], Callable[[], None]]
+"""Makes the context of a trace of a graph; and what is called when the graph's function begins to run there."""
+
+
+Prepare = Callable[[fx.Graph, Callable[..., Any], Sequence[Any], Sequence[int]], Traced | None]
+
+
+def before_tracing(prepare: Prepare) -> None:
+    """Call `prepare` before AOTAutograd traces a graph, and trace it in the context that it returns.
+
+    Args:
+        prepare: takes the graph; the same as a function of flat arguments; these, on fake tensors; and the indices of
+            those that are parameters or buffers.
+    """
+    when_imported("torch._functorch.aot_autograd", functools.partial(_stand_before, prepare))
+
+
+def _stand_before(prepare: Prepare) -> None:
+    from torch._functorch import aot_autograd
+
+    collect, capture = aot_autograd.run_functionalized_fw_and_collect_metadata, aot_autograd.aot_stage1_graph_capture
+    last = threading.local()  # what the thread prepared last, and the metadata that AOTAutograd has of it
+
+    @functools.wraps(collect)
+    def collected(flat_fn: Any, **kwargs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            static = kwargs.get("static_input_indices") or ()
+            gm = None if kwargs.get("pre_dispatch") else _graph_of(flat_fn)
+            traced = None if gm is None else prepare(gm.graph, flat_fn, args, static)
+            with nullcontext() if traced is None else traced[0]():
+                found = collect(_from_its_beginning(flat_fn, traced), **kwargs)(*args)
+            last.prepared = found, traced
+            return found
+
+        return run
+
+    @functools.wraps(capture)
+    def captured(aot_state: Any, flat_fn: Any) -> Any:
+        found, traced = getattr(last, "prepared", (None, None))
+        traced = traced if found is aot_state.fw_metadata else None
+        with nullcontext() if traced is None else traced[0]():
+            return capture(aot_state, _from_its_beginning(flat_fn, traced))
+
+    aot_autograd.run_functionalized_fw_and_collect_metadata = collected
+    aot_autograd.aot_stage1_graph_capture = captured
+
+
+def _graph_of(flat_fn: Any) -> fx.GraphModule | None:
+    """The Dynamo graph that AOTAutograd calls by a function that it made."""
+    cells = [cell.cell_contents for cell in getattr(flat_fn, "__closure__", None) or ()]
+    return next((x for x in cells if isinstance(x, fx.GraphModule)), None)
+
+
+def _from_its_beginning(flat_fn: Any, traced: Traced | None) -> Any:
+    if traced is None:
+        return flat_fn
+
+    @functools.wraps(flat_fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        traced[1]()
+        return flat_fn(*args, **kwargs)
+
+    return run
+
+
+__all__ = ["WHOLE", "Exchange", "Session", "Traced", "before_tracing", "exchange_from_now_on", "exchanging", "install"]
 __all__ += ["pickled"]

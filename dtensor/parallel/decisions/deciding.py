@@ -32,7 +32,7 @@ LIMIT = 60.0
 
 
 SLOWER = 1e4
-"""How much slower than the usual ones links seem that were not measured, so that no byte is sent to save computation."""
+"""How much slower than usual links seem that were not measured, so that no byte is sent to save computation."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,6 @@ class Decisions:
     mesh: Any
     seconds: float
     bound: float
-
-    @property
-    def gap(self) -> float:
-        """How far from the best they may be, as a fraction."""
-        return 1 - self.bound / self.seconds if self.seconds else 0.0
 
 
 def decide(recording: Recording) -> Decisions | None:

@@ -6,22 +6,20 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
-from ...dispatch.whole_graph import Following, followed, is_deciding
+from ...dispatch.whole_graph import Following, Told, followed, is_deciding, now
 from ...errors import ShardingError
 from ...program.source_lines import users_level
 from ...program.stages import Stage
 from ...tensor.tensor import DTensor
-from ...torch_private.before_tracing import Traced
 from ...torch_private.core import UnknownValue
+from ...torch_private.graph_cache import Traced
 from .deciding import Decisions, decide
 from .recording import record
 
 log = logging.getLogger("dtensor")
 
 
-def decide_frame(
-    run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: Collection[int]
-) -> Traced | None:
+def decide_frame(run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: Collection[int]) -> Traced | None:
     """Decide the layouts of a frame.
 
     Args:
@@ -32,34 +30,35 @@ def decide_frame(
     Returns:
         The context in which it is traced, and what restarts it; None if it is traced as it is.
     """
+    now.told = None
     if not is_deciding() or not any(isinstance(x, DTensor) for x in inputs):
         return None
     decisions = decided(run_forward, inputs, parameters)
-    if decisions is None:
+    if not isinstance(decisions, Decisions):
+        now.told = Told(why=decisions) if decisions else None
         return None
+    now.told = Told(len(decisions.layouts), decisions.seconds, decisions.bound)
     following = Following(decisions.layouts, decisions.mesh)
     return partial(followed, following), following.restart
 
 
-def decided(
-    run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: Collection[int]
-) -> Decisions | None:
-    """Record a frame and decide its layouts; None if that cannot be done, or there is nothing to decide."""
+def decided(run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: Collection[int]) -> Decisions | str:
+    """Record a frame and decide its layouts; or why that cannot be done, "" where there is nothing to decide."""
     with Stage("deciding layouts", inside=True):
         try:
             recording = record(run_forward, inputs, parameters)
         except (ShardingError, *UnknownValue) as error:  # what is wrong will be said when it is traced
             log.info("layouts are chosen operator by operator: %s", error)
-            return None
+            return str(error)
         except Exception as error:
             warnings.warn(
-                f"layouts are chosen operator by operator, as the program could not be recorded: {error!r}; please report",
+                f"layouts are chosen operator by operator, as the program was not recorded: {error!r}; please report",
                 stacklevel=users_level(),
             )
-            return None
-        if not recording.viewed or not recording.tape.ops:
-            return None
-        return decide(recording)
+            return repr(error)
+        if not recording.tape.ops:
+            return ""
+        return decide(recording) or "the solver found no layouts"
 
 
 __all__ = ["decide_frame", "decided"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...dispatch.dispatch import run, wrap
-from ...dispatch.global_view import ANNOTATION, global_view, is_in_view
+from ...dispatch.global_view import global_view
 from ...dispatch.whole_graph import State, recorded
 from ...errors import ShardingError
 from ...mesh.tensor_spec import Spec
@@ -50,7 +50,6 @@ class Recording:
         tangents: gradient with which the backward starts -> the result whose gradient it is.
         handed_back: gradients of inputs that are no parameters.
         mesh: the mesh on which most operators run, whose operators these are; None without any.
-        viewed: whether any of it runs in a global view.
     """
 
     tape: Tape = field(default_factory=Tape)
@@ -58,7 +57,6 @@ class Recording:
     tangents: dict[Value, Value] = field(default_factory=dict[Value, Value])
     handed_back: list[Value] = field(default_factory=list[Value])
     mesh: Any = None
-    viewed: bool = False
 
 
 class _Recorder:
@@ -121,7 +119,7 @@ class _Recorder:
                 value = self.made(x, MADE, "", storage)
                 value.maker, value.index = op, k
             op.outputs.append(value)
-        return results if decision.many else results[0]
+        return results if decision.many else next(iter(results), None)
 
     def redistributed(self, args: Any, kwargs: Any) -> Any:
         """A redistribution, which the program says itself."""
@@ -158,8 +156,12 @@ class _Recorder:
         tape = found.tape
         tape.ops = [op for op in tape.ops if of(op) is found.mesh]
         tape.values = {key: v for key, v in tape.values.items() if is_there(v)}
-        tape.results, found.handed_back = ([v for v in some if is_there(v)] for some in (tape.results, found.handed_back))
-        tape.gradients = {name: g for name, g in tape.gradients.items() if is_there(g) and (PARAMETER, name) in tape.values}
+        tape.results, found.handed_back = (
+            [v for v in some if is_there(v)] for some in (tape.results, found.handed_back)
+        )
+        tape.gradients = {
+            name: g for name, g in tape.gradients.items() if is_there(g) and (PARAMETER, name) in tape.values
+        }
         found.fixed = {v: s for v, s in found.fixed.items() if is_there(v)}
         found.tangents = {v: result for v, result in found.tangents.items() if is_there(v)}
         return found
@@ -168,7 +170,6 @@ class _Recorder:
         """The module in whose forward an operator runs, or ran that it differentiates."""
         if not self.backward:
             meta = fx_traceback.current_meta
-            self.recording.viewed = self.recording.viewed or ANNOTATION in (meta.get("custom") or {})
             path = _module_of(meta)
             if path != self.entered[-1][1]:
                 self.entered.append((forward_number(), path))
@@ -212,7 +213,6 @@ def record(run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: C
         NotRecorded: what it does depends on the values of tensors.
     """
     recorder = _Recorder()
-    recorder.recording.viewed = is_in_view()
     tape = recorder.recording.tape
     with ExitStack() as stack:
         stack.enter_context(disable_current_modes())
@@ -263,7 +263,8 @@ def _with_numbers(x: Any, mode: FakeTensorMode) -> Any:
     if isinstance(x, DTensor):
         spec = x._spec
         shape, stride = (tuple([hint(n) for n in some]) for some in (spec.shape, spec.stride))
-        return _empty(Spec.make(spec.mesh, spec.layout, shape, stride, spec.dtype)).requires_grad_(x.requires_grad)
+        made = _empty(Spec.make(spec.mesh, spec.layout, shape, stride, spec.dtype))
+        return made.requires_grad_(x.requires_grad)
     if isinstance(x, torch.Tensor):
         shape, stride = (tuple([hint(n) for n in some]) for some in (x.shape, x.stride()))
         made = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)

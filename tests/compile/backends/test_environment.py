@@ -34,7 +34,18 @@ def collectives(x):
 
 def test_there_is_a_variable_for_each_option():
     assert [*environment.VARIABLES, "inner"] == [
-        *("passes", "disable", "strict", "dump", "verify", "memory_budget", "split_batch", "agreement", "decide", "inner")
+        *(
+            "passes",
+            "disable",
+            "strict",
+            "dump",
+            "verify",
+            "memory_budget",
+            "split_batch",
+            "agreement",
+            "decide",
+            "inner",
+        )
     ]
     assert {*environment.VARIABLES, "inner"} == {f.name for f in fields(Options)}
     assert all(variable in str(environment.__doc__) for variable in environment.VARIABLES.values())
@@ -80,6 +91,7 @@ BAD = {
         "the environment variable DTENSOR_MEMORY_BUDGET is '1GB'; write a number of bytes",
     ),
     "DTENSOR_SPLIT_BATCH": ("0", "the environment variable DTENSOR_SPLIT_BATCH is a number of microbatches, got 0"),
+    "DTENSOR_DECIDE": ("no", "the environment variable DTENSOR_DECIDE is 'no'; write 0 or 1"),
     "DTENSOR_DUMP": (__file__, "the environment variable DTENSOR_DUMP is the path of a folder, but .* is a file"),
 }
 

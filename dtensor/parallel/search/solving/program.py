@@ -186,7 +186,9 @@ class Program:
                 self.led.add((step, i))
         if self.regime.by_operator and step.in_place:  # what is written to stays where it is
             written = self.taken[step, 0]
-            self.flows.equal += [(self.made[t], written) for t in step.sources[0] if t in self.made and None not in written]
+            self.flows.equal += [
+                (self.made[t], written) for t in step.sources[0] if t in self.made and None not in written
+            ]
         for j, t in enumerate(step.outputs):
             if t is not None:
                 self.made[t] = _grouped([(k, o.outputs[j]) for k, o in picked])

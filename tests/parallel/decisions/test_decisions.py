@@ -1,0 +1,237 @@
+"""Layouts decided for a whole compiled graph: what it sends, its values, what it does where a program is another one, and
+what is said of it."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dtensor import Shard, distribute_model, distribute_tensor, init_device_mesh
+from dtensor.compile.recording import frames
+from dtensor.dispatch.whole_graph import Following, OperatorLayouts, followed
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from dtensor.testing import fake_ranks, run_ranks
+
+WIDTH, HIDDEN, HEADS = 16, 64, 4
+COLUMNS, ROWS = {"tp": Shard(0)}, {"tp": Shard(1)}
+PLAN = {"*.[qkv].weight": COLUMNS, "*.o.weight": ROWS, "*.up.weight": COLUMNS, "*.down.weight": ROWS}
+AOT = {"inner": "aot_eager"}
+
+
+class Block(nn.Module):
+    """A block of a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        q, k, v = (w(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Decoder(nn.Module):
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def decoder(blocks: int = 2) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(blocks)
+
+
+def batch(n: int = 4, tokens: int = 32) -> torch.Tensor:
+    return torch.linspace(-1, 1, n * tokens * WIDTH).sin().view(n, tokens, WIDTH)
+
+
+def step(model: nn.Module, x: torch.Tensor, **options) -> Counter:
+    """Take a compiled step; return the bytes that it sends by collective, forward and backward."""
+    torch.compiler.reset()
+    torch.compile(model, backend="dtensor", options=AOT | options)(x).square().mean().backward()
+    sent = [c.sent for frame in frames.recent_frames()[-2:] for story in frame.stories.values() for c in story.sent]
+    return sum([Counter({s.op: s.bytes}) for s in sent], Counter())
+
+
+def by_hand(model: Decoder, mesh) -> nn.Module:
+    plan = {f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
+    return parallelize_module(model, mesh, plan | {f"blocks.*.{name}": RowwiseParallel() for name in ("o", "down")})
+
+
+def test_an_unmodified_model_sends_no_more_than_by_hand():
+    """Of the bytes by hand: forward and backward, and by one operator after the other more than that."""
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        hand = step(by_hand(decoder(), mesh), batch(8, 64)).total()
+        decided = step(distribute_model(decoder(), mesh, PLAN, check_inputs=False, outputs={}), batch(8, 64)).total()
+        greedy = step(
+            distribute_model(decoder(), mesh, PLAN, check_inputs=False, outputs={}), batch(8, 64), decide=False
+        ).total()
+    assert decided <= hand < greedy
+
+
+def reference(x: torch.Tensor) -> list[torch.Tensor]:
+    model = decoder()
+    out = model(x)
+    out.square().mean().backward()
+    return [out.detach(), *[p.grad for p in model.parameters()]]
+
+
+def compared(model: nn.Module, run, sizes) -> None:
+    for size in sizes:
+        x = batch(*size)
+        model.zero_grad()
+        out = run(x)
+        out.square().mean().backward()
+        found = [out.detach(), *[p.grad for p in model.parameters()]]
+        for one, other in zip(found, reference(x), strict=True):
+            whole = one.full_tensor() if hasattr(one, "full_tensor") else one
+            torch.testing.assert_close(whole, other, rtol=1e-4, atol=1e-6)
+
+
+SIZES = [(4, 8), (3, 5), (5, 7), (4, 8)]
+
+
+def values(rank: int) -> int:
+    """On two ranks: static and dynamic sizes, those that ranks divide and those that they do not."""
+    mesh, most = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), 0
+    for dynamic, plan in [(False, PLAN), (True, PLAN), (True, {}), (False, {"*.o.weight": COLUMNS, "*.q.*": ROWS})]:
+        torch.compiler.reset()
+        model = distribute_model(decoder(), mesh, plan, outputs={})
+        compared(model, torch.compile(model, backend="dtensor", options=AOT, dynamic=dynamic), SIZES)
+        told = [f.decided for f in frames.recent_frames() if f.decided is not None]
+        assert told and not any(t.why for t in told)
+        most = max(most, told[-1].operators)
+    return most
+
+
+def on_two_axes(rank: int) -> int:
+    """Over two axes at once, and beside `fully_shard`, where parameters are on a mesh of all axes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.compiler.reset()
+    model = distribute_model(decoder(), mesh, PLAN, inputs={"dp": Shard(0)}, outputs={})
+    part = rank // 2
+    x = batch(4, 8)
+    out = torch.compile(model, backend="dtensor", options=AOT)(x[2 * part : 2 * part + 2])
+    torch.testing.assert_close(out.detach(), reference(x)[0], rtol=1e-4, atol=1e-6)
+    torch.compiler.reset()
+    model = distribute_model(decoder(), mesh["tp"], PLAN, outputs={})
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    compared(model, torch.compile(model, backend="dtensor", options=AOT), [(4, 8)])
+    return frames.recent_frames()[-1].decided.operators
+
+
+def test_values_on_two_ranks():
+    assert run_ranks(values, 2, timeout=600)[0] > 100
+
+
+def test_values_on_two_axes():
+    assert run_ranks(on_two_axes, 4, timeout=600)[0] > 100
+
+
+def test_decisions_are_the_same_in_every_process(tmp_path):
+    """Also where sets and dicts of strings have another order."""
+    program = (
+        "import hashlib, torch; from tests.parallel.decisions import test_decisions as t;"
+        "import dtensor.parallel.decisions.frames as f; own = f.decide\n"
+        "def decide(recording):\n"
+        "    made = own(recording)\n"
+        "    print('decided', [(str(x.func), x.inputs, x.outputs) for x in made.layouts])\n"
+        "    return made\n"
+        "f.decide = decide\n"
+        "with t.fake_ranks(4):\n"
+        "    mesh = t.init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))\n"
+        "    t.step(t.distribute_model(t.decoder(), mesh, t.PLAN, outputs={}), t.batch())\n"
+    )
+    told = set()
+    for seed in "12":
+        env = os.environ | {"PYTHONHASHSEED": seed, "DTENSOR_PROGRESS": "0"}
+        found = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert found.returncode == 0, found.stderr[-2000:]
+        told.add(found.stdout)
+    assert len(told) == 1 and next(iter(told)).startswith("decided [('aten.")
+
+
+def test_a_program_that_is_another_chooses_for_itself():
+    """Operators follow in order; those that were not recorded choose, and those left out are passed over."""
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        aten = torch.ops.aten
+        decided = [
+            OperatorLayouts(aten.relu.default, (2,), ((1,),), ((1,),)),
+            OperatorLayouts(aten.exp.default, (2,), ((None,),), ((None,),)),
+            OperatorLayouts(aten.neg.default, (2,), ((1,),), ((1,),)),
+        ]
+        following = Following(decided, mesh)
+        with followed(following):
+            assert x.relu().placements == (Shard(1),)
+            assert x.sin().placements == (Shard(0),)
+            assert x.neg().placements == (Shard(1),)
+            assert x.exp().placements == (Shard(0),)  # that was before
+        assert following.missed == ["aten.sin.default", "aten.exp.default"]
+        assert x.relu().placements == (Shard(0),)
+
+
+def test_layouts_that_a_rule_does_not_allow_are_not_taken():
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        wrong = OperatorLayouts(torch.ops.aten.softmax.int, (2,), ((1,),), ((1,),))
+        relu = OperatorLayouts(torch.ops.aten.relu.default, (2,), (("sum",),), (("sum",),))
+        with followed(Following([wrong, relu], mesh)):
+            assert x.relu().placements == (Shard(0),)
+
+
+class Reads(nn.Module):
+    """A forward that needs the value of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.w
+        return y[y.sum(1) > 0] * 2
+
+
+def test_what_cannot_be_recorded_is_said():
+    with fake_ranks(2), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = distribute_model(Reads(), mesh, {"w": {"tp": Shard(1)}}, check_inputs=False)
+        torch.compiler.reset()
+        torch.compile(model, backend="dtensor", options=AOT)(torch.ones(4, 4))
+        told = [f.decided for f in frames.recent_frames()[-3:] if f.decided is not None]
+    assert [t.why for t in told] and all("depends on values" in t.why or not t.operators for t in told)
+
+
+@pytest.mark.parametrize("by", ["option", "environment"])
+def test_it_can_be_turned_off(by, monkeypatch):
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = distribute_model(decoder(1), mesh, PLAN, check_inputs=False)
+        torch.compiler.reset()
+        if by == "option":
+            torch.compile(model, backend="dtensor", options=AOT | {"decide": False})(batch())
+        else:
+            monkeypatch.setenv("DTENSOR_DECIDE", "0")
+            torch.compile(model, backend="aot_eager")(batch())
+        assert frames.recent_frames()[-1].decided is None
