@@ -1,5 +1,5 @@
-"""Layouts decided for a whole compiled graph: what it sends, its values, what it does where a program is another one, and
-what is said of it."""
+"""Layouts decided for a whole compiled graph: what it sends, its values, what it does where a program is another one,
+and what is said of it."""
 
 import os
 import subprocess
@@ -63,7 +63,7 @@ def step(model: nn.Module, x: torch.Tensor, **options) -> Counter:
     """Take a compiled step; return the bytes that it sends by collective, forward and backward."""
     torch.compiler.reset()
     torch.compile(model, backend="dtensor", options=AOT | options)(x).square().mean().backward()
-    sent = [c.sent for frame in frames.recent_frames()[-2:] for story in frame.stories.values() for c in story.sent]
+    sent = [c.sent for story in frames.recent_frames()[-1].stories.values() for c in story.sent]
     return sum([Counter({s.op: s.bytes}) for s in sent], Counter())
 
 
@@ -76,10 +76,10 @@ def test_an_unmodified_model_sends_no_more_than_by_hand():
     """Of the bytes by hand: forward and backward, and by one operator after the other more than that."""
     with fake_ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        hand = step(by_hand(decoder(), mesh), batch(8, 64)).total()
-        decided = step(distribute_model(decoder(), mesh, PLAN, check_inputs=False, outputs={}), batch(8, 64)).total()
+        hand = step(by_hand(decoder(), mesh), batch(32, 128)).total()
+        decided = step(distribute_model(decoder(), mesh, PLAN, check_inputs=False, outputs={}), batch(32, 128)).total()
         greedy = step(
-            distribute_model(decoder(), mesh, PLAN, check_inputs=False, outputs={}), batch(8, 64), decide=False
+            distribute_model(decoder(), mesh, PLAN, check_inputs=False, outputs={}), batch(32, 128), decide=False
         ).total()
     assert decided <= hand < greedy
 
@@ -114,7 +114,8 @@ def values(rank: int) -> int:
         model = distribute_model(decoder(), mesh, plan, outputs={})
         compared(model, torch.compile(model, backend="dtensor", options=AOT, dynamic=dynamic), SIZES)
         told = [f.decided for f in frames.recent_frames() if f.decided is not None]
-        assert told and not any(t.why for t in told)
+        assert told
+        assert not any(t.why for t in told)
         most = max(most, told[-1].operators)
     return most
 
@@ -167,7 +168,8 @@ def test_decisions_are_the_same_in_every_process(tmp_path):
         )
         assert found.returncode == 0, found.stderr[-2000:]
         told.add(found.stdout)
-    assert len(told) == 1 and next(iter(told)).startswith("decided [('aten.")
+    assert len(told) == 1
+    assert next(iter(told)).startswith("decided [('aten.")
 
 
 def test_a_program_that_is_another_chooses_for_itself():
@@ -219,8 +221,8 @@ def test_what_cannot_be_recorded_is_said():
         model = distribute_model(Reads(), mesh, {"w": {"tp": Shard(1)}}, check_inputs=False)
         torch.compiler.reset()
         torch.compile(model, backend="dtensor", options=AOT)(torch.ones(4, 4))
-        told = [f.decided for f in frames.recent_frames()[-3:] if f.decided is not None]
-    assert [t.why for t in told] and all("depends on values" in t.why or not t.operators for t in told)
+        told = [f.decided.why for f in frames.recent_frames() if f.decided is not None]
+    assert "depends on values" in told[-1]
 
 
 @pytest.mark.parametrize("by", ["option", "environment"])
