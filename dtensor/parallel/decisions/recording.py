@@ -65,6 +65,7 @@ class _Recorder:
         self.known: dict[int, Value] = {}
         self.alive: list[Any] = []
         self.backward = False
+        self.locals: dict[Any, torch.Tensor] = {}
         self.meshes: dict[Value, Any] = {}
         self.entered: list[tuple[int, str]] = [(-1, "")]
 
@@ -111,7 +112,10 @@ class _Recorder:
             results = [args[0]]
         else:
             kinds = [str(r.type) for r in func._schema.returns]
-            results = [_empty(s) if s is not None else _nothing(k) for s, k in zip_longest(decision.outputs, kinds)]
+            results = [
+                _nothing(kind) if spec is None else _empty(spec, self.locals)
+                for spec, kind in zip_longest(decision.outputs, kinds)
+            ]
         storage = operands[0].storage if operands and (func.is_view or decision.returns_self) else None
         for k, x in enumerate(results):
             value = None
@@ -193,8 +197,14 @@ def _nothing(kind: str | None) -> int | None:
     return 0 if kind in ("int", "SymInt") else None
 
 
-def _empty(spec: Spec) -> DTensor:
-    local = torch.empty(spec.local_shape(), dtype=spec.dtype, device=spec.mesh.device_type)
+def _empty(spec: Spec, known: dict[Any, torch.Tensor] | None = None) -> Any:
+    """A DTensor in which nothing is; `known` has local tensors that others of their kind have, too."""
+    shape, device = spec.local_shape(), spec.mesh.device_type
+    local = None if known is None else known.get((shape, spec.dtype, device))
+    if local is None:
+        local = torch.empty(shape, dtype=spec.dtype, device=device)
+        if known is not None:
+            known[shape, spec.dtype, device] = local
     return wrap(local, spec)
 
 
