@@ -10,6 +10,7 @@ import types
 
 import pytest
 
+import dtensor.compile
 from dtensor.testing import run_ranks
 from tests.docs.pages import DOCS, ROOT, blocks, hooks
 from tests.interpreter import python
@@ -22,7 +23,7 @@ SCRIPT = "\n\n".join([text for kind, text, _ in SHOWN if kind == "python"][:3])
 
 
 def printed(rank, inner):
-    """What each block of Python prints on this rank."""
+    """What each block of Python prints on this rank, and the report of what they compiled."""
     module = types.ModuleType("train")
     sys.modules["train"] = module
     texts = []
@@ -32,15 +33,17 @@ def printed(rank, inner):
             with contextlib.redirect_stdout(out):
                 exec(compile(text.replace("fullgraph=True", f"fullgraph=True{inner}"), PAGE, "exec"), vars(module))
             texts.append(out.getvalue())
-    return texts
+    return texts, str(dtensor.compile.report(vars(module)["compiled"]))
 
 
 def test_blocks_print_what_is_shown(monkeypatch):
     monkeypatch.setenv("DTENSOR_LINKS", "")
     expected = [shown for kind, _, shown in SHOWN if kind == "python"]
     assert all(expected)
-    got, _ = run_ranks(printed, 2, ', options={"inner": "aot_eager"}')
+    (got, report), _ = run_ranks(printed, 2, ', options={"inner": "aot_eager"}')
     assert got == expected
+    (inspected,) = [shown for _, text, shown in SHOWN if "inspect --nproc" in text]
+    print(report); assert report.partition("\n")[2] in inspected
 
 
 def run(*words, folder):

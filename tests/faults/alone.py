@@ -5,6 +5,7 @@
 It prints "fault" and the time when the ranks part. `PROGRAMS` has for each what the error says, "" if there is none.
 """
 
+import contextlib
 import sys
 import time
 import warnings
@@ -162,6 +163,13 @@ def saved_then_step(r):
     r.step(r.sharded)
 
 
+def caught_then_barrier(r):
+    """Connections were broken, and an operation of torch's own says for what."""
+    with contextlib.suppress(AgreementError):
+        item_then_step(r)
+    dist.barrier()
+
+
 def slow(r):
     if r.rank == 0:
         time.sleep(20)
@@ -222,6 +230,7 @@ PROGRAMS = {
     "saved_then_step": (2, "rank 0 waits in all_reduce.*rank 1 waits in all_gather.*save_pretrained"),
     "other_inputs": (3, r"ranks \d and \d differ in the values"),
     "other_shapes_at_fsdp": (2, "shapes cannot be multiplied"),
+    "caught_then_barrier": (2, "AgreementError:.*ranks wait for each other.*rank 0 waits in all_reduce"),
     "caught_and_went_on": (2, "ranks 0 and 1 differ in the values"),
     "slow": (2, None),
     "slow_in_code": (2, None),
