@@ -20,6 +20,7 @@ FILES = {
     logging.__file__: False,
     torch.__file__: False,
     dtensor.__file__: False,
+    "/tmp/torchinductor_me/gl/cglod53dptge5hepizgukdc5mkbkfa7zi6yjmb2zhpxewyi5quwy.py": False,
     "<string>": False,
 }
 
