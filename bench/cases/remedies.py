@@ -1,8 +1,9 @@
 """remedies: the exposed time of collectives, measured beside estimated, and what remedies save of what is said.
 
-Two ranks with gloo are joined by a link of 20 Mbit/s, which is measured first. A fully sharded Transformer and a tensor parallel Llama are compiled and measured as `dtensor inspect --measure` does.
-Of the ten most exposed collectives of each there is a row, with the most effective remedy that the report has, or the
-reason why there is none. Then remedies are applied, one at a time, and steps with and without it take turns.
+Two ranks with gloo are joined by a link of 20 Mbit/s, which is measured first. A fully sharded Transformer and a tensor
+parallel Llama are compiled, and measured as `dtensor inspect --measure` does it. Of the ten most exposed collectives of
+each there is a row, with the most effective remedy that the report has, or the reason why there is none. Then remedies
+are applied, one at a time, and steps with and without it take turns.
 """
 
 import contextlib

@@ -55,7 +55,8 @@ class InputCheck:
         """Compare the tensors of all ranks.
 
         Raises:
-            AgreementError: tensors differ; raised on all ranks of the mesh. Plain `torch.compile` raises a RuntimeError.
+            AgreementError: tensors differ; raised on all ranks of the mesh. With the backend "inductor" it is a
+                RuntimeError of the same text.
         """
         if not given or not self.everyone:
             return
