@@ -585,8 +585,9 @@ def explain(error: RuntimeError) -> None:
             _job.check()
     except AgreementError as why:
         raise why from error
-    except RuntimeError:
-        pass  # the store is gone, and with it the rank that held it
+    except RuntimeError:  # the store is gone, and with it the rank that held it
+        if _job.news:
+            raise AgreementError(_job.news) from error
 
 
 on_error_of_collective(explain)
