@@ -66,8 +66,8 @@ def joined() -> Iterator[tuple[End, End]]:
 
 
 def limit(end: End, rate: str, burst: str = BURST) -> None:
-    """Limit the rate at which `end` sends to `rate`, in tc's notation ("1gbit"). `burst` passes at once where nothing was
-    sent for a while."""
+    """Limit the rate at which `end` sends to `rate`, in tc's notation ("1gbit"). `burst` passes at once where nothing
+    was sent for a while."""
     limited = ("tbf", "rate", rate, "burst", burst, "latency", LATENCY)
     command("tc", "-n", end.namespace, "qdisc", "replace", "dev", end.device, "root", *limited)
 

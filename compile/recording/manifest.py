@@ -111,6 +111,7 @@ def _collective(k: int, c: Collective, story: Story, frame: Frame, names: dict[s
         "link": asdict(c.link),
         "exposed": c.exposed,
         "parameter": c.parameter,
+        "makers": list(c.makers),
         "readers": list(c.readers),
         "formula": None if c.formula is None else {"bytes": str(c.formula.bytes), "seconds": str(c.formula.seconds)},
     }
