@@ -82,10 +82,10 @@ REMEDIES: dict[str, dict[str, tuple[Program, Program]]] = {
 """Plan -> a word of a remedy -> the step without and with it."""
 
 
-def step_of(name: str, sizes: Sizes, plan: str, mesh: Any, program: Program, code: bool) -> Callable[[], None]:
+def step_of(name: str, sizes: Sizes, plan: str, mesh: Any, program: Program, code: bool) -> Callable[[], object]:
     """Return a training step."""
     like = named(name, sizes)
-    model = like.dense()
+    model: Any = like.dense()
     if plan == "fsdp":
         for layer in model.get_submodule("layers").children():
             fully_shard(layer, mesh=mesh, mp_policy=program.policy)
@@ -141,7 +141,7 @@ def on_rank(rank: int, name: str, sizes: Sizes, plan: str, rounds: int, code: bo
         dist.broadcast_object_list(links)
         prepare(mesh, links=links)
 
-    def made(program: Program) -> Callable[[], None]:
+    def made(program: Program) -> Callable[[], object]:
         return step_of(name, sizes, plan, mesh, program, code)
 
     with tempfile.TemporaryDirectory() as folder, dtensor.compile.dump(folder):
@@ -151,7 +151,7 @@ def on_rank(rank: int, name: str, sizes: Sizes, plan: str, rounds: int, code: bo
     for word, pair in REMEDIES[plan].items():
         said = max([r["step"] for c in collectives for r in c["remedies"] if word in r["write"]], default=0.0)
         torch.compiler.reset()
-        sides = dict(zip(("without", "with"), map(made, pair)))
+        sides: dict[str, Callable[[], object]] = dict(zip(("without", "with"), map(made, pair)))
         for step in sides.values():
             for _ in range(2):
                 step()
