@@ -153,9 +153,11 @@ def _half_the_bytes(c: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
 
 
 def _later(c: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """The last microbatch reduces what was accumulated outside of the graph, where nothing is bucketed."""
     if _is_gradient(c):
         write = "model.set_requires_gradient_sync(False) in all microbatches but the last (fully_shard)"
-        yield write, "gradients are reduced once for all microbatches; until then a rank holds whole ones", 0.0
+        why = "gradients are reduced once for all microbatches, each by itself; until then a rank holds whole ones"
+        yield write, why, c["fixed"] * (len(c["asked"]) - 1)
 
 
 def _sharded_loss(c: dict[str, Any]) -> Iterator[tuple[str, str, float]]:

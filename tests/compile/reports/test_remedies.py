@@ -63,6 +63,7 @@ def test_gradients():
     later, half = said(gradient)
     assert "set_requires_gradient_sync(False)" in later.write
     assert later.saves == pytest.approx(10e-6)
+    assert said(gradient | {"asked": [0, 1, 2]})[0].saves == pytest.approx(6e-6)  # three starts instead of one
     assert ("reduce_dtype=torch.bfloat16" in half.write, half.saves) == (True, pytest.approx(4e-6))
     assert only(gradient | {"readers": ["mm"]}).write == ""  # what a backward computes with is no gradient yet
 
