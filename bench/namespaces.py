@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
-TBF = ("burst", "128kb", "latency", "50ms")
+BURST, LATENCY = "128kb", "50ms"
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,11 @@ def joined() -> Iterator[tuple[End, End]]:
         yield a, b
 
 
-def limit(end: End, rate: str) -> None:
-    """Limit the rate at which `end` sends to `rate`, in tc's notation ("1gbit")."""
-    command("tc", "-n", end.namespace, "qdisc", "replace", "dev", end.device, "root", "tbf", "rate", rate, *TBF)
+def limit(end: End, rate: str, burst: str = BURST) -> None:
+    """Limit the rate at which `end` sends to `rate`, in tc's notation ("1gbit"). `burst` passes at once where nothing
+    was sent for a while."""
+    limited = ("tbf", "rate", rate, "burst", burst, "latency", LATENCY)
+    command("tc", "-n", end.namespace, "qdisc", "replace", "dev", end.device, "root", *limited)
 
 
 __all__ = ["End", "joined", "limit", "why_not"]

@@ -17,6 +17,7 @@ from dtensor.dispatch.view_copies import lose, root
 from dtensor.dispatch.whole_graph import deciding
 from dtensor.errors import ArgumentError
 from dtensor.job.job import explain, failure_told
+from dtensor.parallel.checks.input_check import explain_difference
 from dtensor.tensor.plain_passes import PARTITIONER, chained, others_partitioner
 from dtensor.tensor.tensor import DTensor, complete_tangents
 from dtensor.torch_private.compiling import (
@@ -199,6 +200,7 @@ def _taking_all_tangents(compiled: Callable[..., Any]) -> Callable[..., Any]:
         try:
             out = compiled(*args)
         except RuntimeError as error:
+            explain_difference(error)
             explain(error)
             raise
         if not own:

@@ -31,7 +31,7 @@ from dtensor.torch_private.phases import compile_context
 from ..estimates.formula import Formula, formula
 from ..estimates.timeline import Timeline, seconds_of, timeline
 from ..estimates.traffic import Sent, traffic
-from .node_remarks import asked, readers, sends_parameter
+from .node_remarks import asked, makers, readers, sends_parameter
 
 KEPT = 256
 """The number of frames that are kept."""
@@ -96,6 +96,7 @@ class Collective:
         fixed: estimated seconds that it would take without any bytes.
         link: the constants of the link that it goes over.
         parameter: whether a parameter is sent.
+        makers: names of the operators that computed what it sends; "" for inputs of the graph.
         readers: names of the first operators that compute with its result; "output" where the graph returns it.
     """
 
@@ -114,6 +115,7 @@ class Collective:
     fixed: float
     link: Link
     parameter: bool
+    makers: tuple[str, ...]
     readers: tuple[str, ...]
 
 
@@ -246,7 +248,7 @@ class Frame:
         place = source(node), module(node), module_class(node)
         return Collective(
             s, numbers, passes, how, move, *place, span.start, span.end, span.exposed, found,
-            seconds_of(replace(s, size=0)), groups.link(s.group), sends_parameter(node), readers(node),
+            seconds_of(replace(s, size=0)), groups.link(s.group), sends_parameter(node), makers(node), readers(node),
         )  # fmt: skip
 
     def number(self, node: fx.Node, info: CollectiveInfo) -> None:

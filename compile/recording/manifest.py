@@ -7,9 +7,12 @@ the graph.
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
+from dtensor.mesh.provenance import Moved
 from dtensor.passes.graph.source import Source
 
 from ..estimates.chrome import chrome_trace
@@ -36,7 +39,7 @@ def manifest(frame: Frame) -> dict[str, Any]:
     """Return the content of manifest.json."""
     names = labels()
     ran = [story for story in frame.stories.values() if story.timeline is not None]
-    collectives = [_collective(k, c, story, names) for story in ran for k, c in enumerate(story.sent)]
+    collectives = [_collective(k, c, story, frame, names) for story in ran for k, c in enumerate(story.sent)]
     return {
         "format": FORMAT,
         "frame": {"name": frame.name, "file": frame.file, "line": frame.line, "compile_id": frame.compile_id},
@@ -82,15 +85,15 @@ def _graph(story: Story) -> dict[str, Any]:
     }
 
 
-def _collective(k: int, c: Collective, story: Story, names: dict[str, str]) -> dict[str, Any]:
-    s = c.sent
+def _collective(k: int, c: Collective, story: Story, frame: Frame, names: dict[str, str]) -> dict[str, Any]:
+    s, moves = c.sent, [frame.asked[n].moved for n in c.asked if n in frame.asked]
     return {
         "number": k,
         "direction": story.direction,
         "op": s.op,
         "carried": s.carried,
         "reduce_op": s.reduce_op,
-        "axis": names.get(s.group, s.group),
+        "axis": _axis(s.group, [m for m in moves if m and prod([m.sizes[a] for a in m.axes]) == len(s.ranks)], names),
         "group": s.group,
         "ranks": list(s.ranks),
         "dtype": s.dtype,
@@ -109,9 +112,16 @@ def _collective(k: int, c: Collective, story: Story, names: dict[str, str]) -> d
         "link": asdict(c.link),
         "exposed": c.exposed,
         "parameter": c.parameter,
+        "makers": list(c.makers),
         "readers": list(c.readers),
         "formula": None if c.formula is None else {"bytes": str(c.formula.bytes), "seconds": str(c.formula.seconds)},
     }
+
+
+def _axis(group: str, moves: Sequence[Moved], names: dict[str, str]) -> str:
+    """The name of a group. Meshes that share it may have other names: that of the mesh that was traced counts."""
+    traced = {",".join([m.names[a] for a in m.axes]) for m in moves} if group in names else set()
+    return traced.pop() if len(traced) == 1 else names.get(group, group)
 
 
 def _place(x: Asked | Collective) -> dict[str, Any]:
@@ -130,7 +140,7 @@ def _gone(a: Asked, by: Change | None, names: dict[str, str]) -> dict[str, Any]:
     return {
         "asked": a.number,
         "op": a.op,
-        "axis": names.get(a.group, a.group),
+        "axis": _axis(a.group, [a.moved] if a.moved else [], names),
         "bytes": a.bytes,
         "how": a.how,
         "move": a.move,

@@ -54,10 +54,10 @@ EXPLICIT = (
 
 
 READERS = 4
-"""The most readers of a collective that are named."""
+"""The most operators before or after a collective that are named."""
 
 CARRYING = frozenset(("cat", "stack", "split", "split_with_sizes", "clone", "_to_copy", "constant_pad_nd", "getitem"))
-"""Operators, besides views, that pass on what a collective gave: they join its parts, or convert them."""
+"""Operators, besides views, that pass on what a collective sends or gives: they join its parts, or convert them."""
 
 REDUCING = frozenset(("sum", "amax", "amin", "prod", "div", "mul"))
 """Operators that belong to a reduce-scatter, or an average: ranks exchange the parts and reduce them, and divide."""
@@ -80,6 +80,21 @@ def readers(node: fx.Node) -> tuple[str, ...]:
                 todo.append(user)
             else:
                 found[name] = None
+    return tuple(found)
+
+
+def makers(node: fx.Node) -> tuple[str, ...]:
+    """Return the names of the operators that computed what a collective sends, at most `READERS`; "" for inputs."""
+    found, todo, seen = dict[str, None](), [node], {node}
+    while todo and len(found) < READERS:
+        for x in todo.pop(0).all_input_nodes:
+            if x in seen:
+                continue
+            seen.add(x)
+            if _name(x) in CARRYING or (x.op == "call_function" and ir.aliases(x)):
+                todo.append(x)
+            else:
+                found[_name(x)] = None
     return tuple(found)
 
 
@@ -115,4 +130,4 @@ def _said(node: fx.Node, found: Sent, labels: Mapping[str, str]) -> str:
     return ", ".join([*words, asked(node)])
 
 
-__all__ = ["asked", "readers", "remark", "sends_parameter"]
+__all__ = ["asked", "makers", "readers", "remark", "sends_parameter"]

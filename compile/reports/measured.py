@@ -23,7 +23,7 @@ from typing import Any
 
 from dtensor.comm.profiled import covered
 from dtensor.errors import ArgumentError
-from dtensor.runs.traces.events import Slice, slices
+from dtensor.runs.traces.events import AGREE, Slice, slices
 
 from ..estimates.traffic import collective_named, is_wait_named
 
@@ -37,9 +37,6 @@ REGION, FORWARD, BACKWARD = "Torch-Compiled Region: ", "CompiledFunction", "Comp
 
 SUMS = {"sending": "seconds", "exposed": "exposed"}
 """What is said of a graph -> the entry of its collectives that is added up."""
-
-AGREE = "dtensor::agree"
-"""The operator in which a rank waits, at the start of a graph, until its neighbours run it, too."""
 
 SENT, KERNEL, NCCL = "gloo:", "kernel", "nccl"
 """Beginnings of the names of what gloo sends, the category of kernels, and how NCCL's begin."""
@@ -124,7 +121,7 @@ class _Profile:
             waits.setdefault(k, []).append(x)
         free = [m for m in self.messages if e.start <= m.start <= e.end and not _within(m, inner, AGREE)]
         took = tuple([self.took(x, waits.get(k, []), free) for k, x in enumerate(starts)])
-        agreeing = sum([x.seconds for x in inner if x.name == AGREE])
+        agreeing = sum([x.seconds for x in _outermost([x for x in inner if x.name == AGREE])])
         return GraphRun(frame, direction, e.seconds, agreeing, took)
 
     def took(self, start: Slice, waits: list[Slice], free: list[Slice]) -> tuple[float, float]:

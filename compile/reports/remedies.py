@@ -21,6 +21,9 @@ LEAST = 0.05
 WIDE = ("float32", "float64")
 """Dtypes that can be sent in half of their bytes or less."""
 
+PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution"))
+"""Operators whose results are in the dtype of `torch.autocast`."""
+
 LOSS = frozenset(("_log_softmax", "_softmax", "logsumexp", "amax", "exp", "nll_loss_forward", "cross_entropy_loss"))
 """Operators by which a loss over classes begins."""
 
@@ -141,6 +144,8 @@ def _half_the_bytes(c: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
         write, why = "redistribute(..., forward_dtype=torch.bfloat16)", "half of the bytes; rounds what is sent"
         if c["direction"] == "backward":
             write = write.replace("forward_dtype", "backward_dtype")
+    elif c["direction"] == "backward" or not PRODUCTS.issuperset(c["makers"]):
+        return  # of what comes before a product autocast makes a copy, and gradients are added up as before
     else:
         write = "with torch.autocast(device_type, dtype=torch.bfloat16):"
         why = "activations are computed and sent in half of the bytes"
@@ -148,9 +153,11 @@ def _half_the_bytes(c: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
 
 
 def _later(c: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """The last microbatch reduces what was accumulated outside of the graph, where nothing is bucketed."""
     if _is_gradient(c):
         write = "model.set_requires_gradient_sync(False) in all microbatches but the last (fully_shard)"
-        yield write, "gradients are reduced once for all microbatches; until then a rank holds whole ones", 0.0
+        why = "gradients are reduced once for all microbatches, each by itself; until then a rank holds whole ones"
+        yield write, why, c["fixed"] * (len(c["asked"]) - 1)
 
 
 def _sharded_loss(c: dict[str, Any]) -> Iterator[tuple[str, str, float]]:

@@ -30,8 +30,9 @@ MOST = 1 << 16
 
 Described = dict[str, Any]
 """What is known of a collective: "op", "move" (placements before and after), "axis", "of" (the parameter or module),
-"line" (of the user's code), "stage" ("forward", "backward", ...) and "graph" ("" in eager code); and of one in a graph
-"carried" (the operator that starts it) and "elements" (what this rank sends; None if that is symbolic)."""
+"line" (of the user's code, else the module's class), "stage" ("forward", "backward", ...) and "graph" ("" in eager
+code); and of one in a graph "carried" (the operator that starts it) and "elements" (what this rank sends; None if that
+is symbolic)."""
 
 
 class Graph(NamedTuple):

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..job.groups import Calls, calls_on
-from ..job.job import Job, job
+from ..job.job import Job, explain, job
 from ..mesh.operator_library import library
 from ..mesh.provenance import LOCAL, TAKEN, Taken
 from ..torch_private.core import (
@@ -167,8 +167,12 @@ def compare(said: str, x: torch.Tensor, group: str, due: bool) -> None:
     if here is None or len(calls.ranks) == 1:
         return
     look = Look(here, calls, f"eager {place}", [Given(said, x)])
-    look.tell()
-    look.hear()
+    try:
+        look.tell()
+        look.hear()
+    except RuntimeError as error:
+        explain(error)
+        raise
 
 
 _noting: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()

@@ -14,7 +14,7 @@ from ..errors import OperatorError, ShardingError, StrictError
 from ..layout.layout import Layout
 from ..mesh.tensor_spec import Spec
 from ..rules import Output, needs_whole, rule_of
-from ..torch_private.core import OpOverload, decompositions, return_and_correct_aliasing
+from ..torch_private.core import OpOverload, decompositions, is_alias_of, return_and_correct_aliasing
 from . import dispatch, strictness
 from .decision import (
     COMPOSITES,
@@ -144,16 +144,24 @@ def _inplace_view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     return return_and_correct_aliasing(func, args, kwargs, x)
 
 
-def _set(x: Any, *_: Any) -> None:
-    """`set_`, and the operator that a graph records for an assignment to `data`.
+def _set(x: Any, source: Any = None, *_: Any) -> Any:
+    """`set_`, and the operator that a graph records for an assignment to `data`: of a tensor to itself, as a conversion
+    of a module to the dtype that it has.
 
     Raises:
-        ShardingError: always.
+        ShardingError: the memory is another one.
     """
+    if is_dtensor(source) and source._spec == x._spec and _is_same(x._local_tensor, source._local_tensor):
+        return x
     raise ShardingError(
         f"a DTensor of shape {list(x.shape)} cannot take the memory of another tensor by set_, or by an assignment to "
         "its data in a compiled function; write x.data = y outside of compiled code, or x.copy_(y)"
     )
+
+
+def _is_same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and one order of elements are the same memory."""
+    return is_alias_of(x, y) and x.storage_offset() == y.storage_offset()
 
 
 @_blamed

@@ -48,7 +48,7 @@ import torch.distributed as dist
 
 from ..errors import AgreementError
 from ..program.stages import now, waits
-from ..torch_private.core import break_connections, cloned_store, default_store
+from ..torch_private.core import break_connections, cloned_store, default_store, on_error_of_collective
 from ..torch_private.phases import is_compiling
 from .collective_order import alike, difference, eager, text
 from .elastic import end, own_keys, state_of, this_process, under_torchrun
@@ -249,7 +249,8 @@ class Job:
             self.check()
             if gone := self._gone():
                 what = f"waits in {text(waits.begun)}" if waits else "communicates"
-                raise self.failing(f"rank {self.rank} {what} at {place}, but {gone}\n{ADVICE}")
+                before = f"Before that:\n{_told(self.store, self.failures)}" if self.failures else ADVICE
+                raise self.failing(f"rank {self.rank} {what} at {place}, but {gone}\n{before}")
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
@@ -584,10 +585,12 @@ def explain(error: RuntimeError) -> None:
             _job.check()
     except AgreementError as why:
         raise why from error
-    except RuntimeError:
-        pass  # the store is gone, and with it the rank that held it
+    except RuntimeError:  # the store is gone, and with it the rank that held it
+        if _job.news:
+            raise AgreementError(_job.news) from error
 
 
+on_error_of_collective(explain)
 atexit.register(_leave_at_exit)
 
 __all__ = ["Job", "all_here", "explain", "failure_told", "job", "leave"]

@@ -1,5 +1,7 @@
-"""Whose code a file or a class is: the user's, or that of torch or this library."""
+"""Whose code a file or a class is: the user's, or that of Python, torch or this library."""
 
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,10 @@ import torch
 
 _LIBRARY = Path(__file__).parent.parent
 _NOT_USERS = (f"{Path(torch.__file__).parent}/", f"{_LIBRARY}/", "<")
+_PYTHON, _INSTALLED = f"{Path(os.__file__).parent}/", ("site-packages/", "dist-packages/")
+_GENERATED = re.compile(r"/(\w\w)/c\1\w{49}\.py$")
+"""The files that Inductor writes, in any folder."""
+
 _STILL_USERS = (str(_LIBRARY / "testing" / "models"), str(_LIBRARY / "tools"))
 
 MADE = "_dtensor_made"
@@ -23,9 +29,10 @@ def not_generated(cls: type) -> type:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file belongs to neither torch nor this library. The library's demo and its test models count as the
-    user's."""
-    return file.startswith(_STILL_USERS) or not file.startswith(_NOT_USERS)
+    """Whether a file belongs to neither Python, torch nor this library. The library's demo and its test models count as
+    the user's, and so do other packages."""
+    of_python = file.startswith(_PYTHON) and not file.startswith(_INSTALLED, len(_PYTHON))
+    return file.startswith(_STILL_USERS) or not (of_python or file.startswith(_NOT_USERS) or _GENERATED.search(file))
 
 
 def users_level() -> int:

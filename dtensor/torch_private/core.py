@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
@@ -53,7 +54,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as functional_collectives
-from torch.distributed import distributed_c10d
+from torch.distributed import c10d_logger, distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
 from torch.distributed.device_mesh import _register_distributed_opaque_types
@@ -489,6 +490,26 @@ def on_lists_sent(check: Callable[[Any], None]) -> None:
     distributed_c10d._check_tensor_list = checked
 
 
+class _ErrorsOfCollectives(logging.Handler):
+    def __init__(self, explain: Callable[[RuntimeError], None]) -> None:
+        super().__init__()
+        self._explain = explain
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        error = sys.exception()
+        if isinstance(error, RuntimeError):
+            self._explain(error)
+        return True
+
+
+def on_error_of_collective(explain: Callable[[RuntimeError], None]) -> None:
+    """Call `explain` with each error in which a function of torch.distributed ends; what it raises takes its place.
+
+    torch logs such errors while it handles them, and nothing else.
+    """
+    c10d_logger._c10d_logger.addHandler(_ErrorsOfCollectives(explain))
+
+
 def default_group_timeout() -> timedelta:
     """How long a collective on the default process group may take."""
     group = _get_default_group()
@@ -729,6 +750,7 @@ __all__ = [
     "names_of_this_rank",
     "never_traced",
     "next_sequence_number",
+    "on_error_of_collective",
     "on_lists_sent",
     "operator_database",
     "operator_samples",

@@ -17,7 +17,7 @@ from dtensor.program.source_lines import is_users
 
 from ..graph import ir
 from ..graph.count import describe
-from ..graph.source import module, source
+from ..graph.source import module, module_class, source
 from ..stages import Compilation
 
 SHOWN = 3
@@ -45,7 +45,7 @@ def _described(node: fx.Node, group: str, compilation: Compilation) -> Described
         "move": str(node.meta.get(MOVE, "")),
         "axis": canonical(group).removeprefix("mesh."),
         "of": _modules(node, compilation),
-        "line": str(line) if line is not None and is_users(line.file) else "",
+        "line": str(line) if line is not None and is_users(line.file) else module_class(node),
         "stage": compilation.graph,
         "graph": compilation.name,
         "carried": str(target._schema.name).split("::")[1],

@@ -10,6 +10,8 @@ import types
 
 import pytest
 
+import dtensor.compile
+from dtensor.compile.reports.summary import summary
 from dtensor.testing import run_ranks
 from tests.docs.pages import DOCS, ROOT, blocks, hooks
 from tests.interpreter import python
@@ -17,30 +19,36 @@ from tests.interpreter import python
 PAGE = "get_started.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$\n(?:\n^```text\n(.*?)^```$)?", flags=re.MULTILINE | re.DOTALL)
 SHOWN = [(kind, text, shown) for kind, text, shown in FENCE.findall((DOCS / PAGE).read_text()) if kind != "text"]
+PEAK = re.compile(r"  [\d,]+$", re.MULTILINE)
+"""Peak memory at the end of a line: under Inductor it is another one."""
+
 SCRIPT = "\n\n".join([text for kind, text, _ in SHOWN if kind == "python"][:3])
 """train.py, as steps 2 to 4 make it."""
 
 
-def printed(rank, inner):
-    """What each block of Python prints on this rank."""
+def printed(rank, inner, folder):
+    """What each block of Python prints on this rank. What they compile is dumped."""
     module = types.ModuleType("train")
     sys.modules["train"] = module
     texts = []
     for kind, text, _ in SHOWN:
         if kind == "python":
             out = io.StringIO()
-            with contextlib.redirect_stdout(out):
+            with contextlib.redirect_stdout(out), dtensor.compile.dump(folder):
                 exec(compile(text.replace("fullgraph=True", f"fullgraph=True{inner}"), PAGE, "exec"), vars(module))
             texts.append(out.getvalue())
     return texts
 
 
-def test_blocks_print_what_is_shown(monkeypatch):
+def test_blocks_print_what_is_shown(monkeypatch, tmp_path):
     monkeypatch.setenv("DTENSOR_LINKS", "")
     expected = [shown for kind, _, shown in SHOWN if kind == "python"]
     assert all(expected)
-    got, _ = run_ranks(printed, 2, ', options={"inner": "aot_eager"}')
+    got, _ = run_ranks(printed, 2, ', options={"inner": "aot_eager"}', tmp_path)
     assert got == expected
+    (inspected,) = [shown for _, text, shown in SHOWN if "inspect --nproc" in text]
+    for shown in (inspected, (DOCS / "guides/inspect.md").read_text()):
+        assert PEAK.sub("", summary(tmp_path)) in PEAK.sub("", shown)
 
 
 def run(*words, folder):

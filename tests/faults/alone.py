@@ -5,6 +5,7 @@
 It prints "fault" and the time when the ranks part. `PROGRAMS` has for each what the error says, "" if there is none.
 """
 
+import contextlib
 import sys
 import time
 import warnings
@@ -162,6 +163,13 @@ def saved_then_step(r):
     r.step(r.sharded)
 
 
+def caught_then_barrier(r):
+    """Connections were broken, and an operation of torch's own says for what."""
+    with contextlib.suppress(AgreementError):
+        item_then_step(r)
+    dist.barrier()
+
+
 def slow(r):
     if r.rank == 0:
         time.sleep(20)
@@ -205,7 +213,7 @@ PROGRAMS = {
     "item_then_sharded_step": (2, "rank 0 waits in all_reduce"),
     "item_then_compiled_step": (2, "rank 0 waits in all_reduce.*rank 1 waits in a compiled graph"),
     "item_then_first_compiled_step": (2, "rank 0 waits in all_reduce.*rank 1 waits in the agreement"),
-    "item_then_end": (3, r"rank 0 waits in all_reduce.*rank \d has left"),
+    "item_then_end": (3, r"rank 0 (waits in|communicates at) .*rank \d has left"),
     "printed": (2, "rank 0 waits in .*rank 1 waits in torch.distributed.barrier"),
     "item_then_barrier": (4, "rank 0 waits in all_reduce.*rank 1 waits in torch.distributed.barrier"),
     "full_tensor": (2, "rank 1 waits in all_gather"),
@@ -217,11 +225,12 @@ PROGRAMS = {
     "reductions": (2, "rank 0 waits in all_reduce"),
     "large": (2, ""),
     "in_a_circle": (3, "rank 0 waits in torch.distributed.all_reduce"),
-    "saved_then_end": (2, r"rank 0 waits in all_reduce.*rank 1 has left.*save_pretrained"),
+    "saved_then_end": (2, r"rank 0 (waits in|communicates at) .*rank 1 has left.*save_pretrained"),
     "saved_then_barrier": (2, "rank 0 waits in all_reduce.*rank 1 waits in torch.distributed.barrier.*save_pretrained"),
     "saved_then_step": (2, "rank 0 waits in all_reduce.*rank 1 waits in all_gather.*save_pretrained"),
     "other_inputs": (3, r"ranks \d and \d differ in the values"),
     "other_shapes_at_fsdp": (2, "shapes cannot be multiplied"),
+    "caught_then_barrier": (2, "AgreementError:.*ranks wait for each other.*rank 0 waits in all_reduce"),
     "caught_and_went_on": (2, "ranks 0 and 1 differ in the values"),
     "slow": (2, None),
     "slow_in_code": (2, None),

@@ -15,7 +15,7 @@ from tests.interpreter import python
 SOON = 30.0
 """Seconds from where the ranks part until all of them have ended."""
 
-DEFAULT = ("item_then_step",)
+DEFAULT = ("caught_then_barrier",)
 
 
 def programs():

@@ -69,9 +69,28 @@ def assert_read(folder, plain):
         assert json.loads((folder / "config.json").read_text())["architectures"] == [type(plain).__name__]
 
 
+def assert_read_by_parts(path, plain, door, shard):
+    """The folder is read onto this job's ranks, sharded by `shard`: each holds little more than its parts meanwhile."""
+    models = []
+    peak = peak_of(lambda: models.append(shard(dtensor.from_pretrained(transformers.AutoModelForCausalLM, path))))
+    (model,) = models
+    tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}.values()
+    parts = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
+    if dist.get_rank() == 0:
+        ratio = f"ratio {peak / parts:.2f}"
+        print(f"{path.name} {door}, {dist.get_world_size()} ranks: peak {peak} bytes, parts {parts}, {ratio}")
+    assert peak <= 1.2 * parts, (door, peak, parts)
+    assert_same(model.state_dict(), plain.state_dict())
+    found = model(input_ids=TOKENS, labels=TOKENS).loss
+    torch.testing.assert_close(found, plain(input_ids=TOKENS, labels=TOKENS).loss, rtol=1e-4, atol=0)
+    found.backward()
+
+
 @with_ranks(4)
 def test_saved_from_two_by_two_and_read_by_transformers(rank, tmp_path):
     save_from(tmp_path, "both")
+    four = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    assert_read_by_parts(tmp_path / "both", llama(tied=True), "fsdp", lambda model: fully_shard(model, four))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain, path = experts(), tmp_path / "experts"
     model = distribute_model(copy.deepcopy(plain), mesh["tp"], {"*experts.down_proj": {"tp": Shard(0)}})
@@ -115,26 +134,10 @@ def test_read_part_by_part(rank, tmp_path):
         if rank == 0:
             plain.save_pretrained(path, max_shard_size="40kB")
         dist.barrier()
-        wanted = plain(input_ids=TOKENS, labels=TOKENS).loss
         for door, shard in doors.items():
             if door == "styles" and plain.config.model_type != "llama":
                 continue
-            models = []
-
-            def load(path=path, shard=shard, models=models):
-                models.append(shard(dtensor.from_pretrained(transformers.AutoModelForCausalLM, path)))
-
-            peak = peak_of(load)
-            (model,) = models
-            tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}.values()
-            parts = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
-            if rank == 0:
-                print(f"{path.name} {door}: peak {peak} bytes, parts {parts}, ratio {peak / parts:.2f}")
-            assert peak <= 1.2 * parts, (door, peak, parts)
-            assert_same(model.state_dict(), plain.state_dict())
-            found = model(input_ids=TOKENS, labels=TOKENS).loss
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=0)
-            found.backward()
+            assert_read_by_parts(path, plain, door, shard)
 
 
 @with_ranks(2)

@@ -305,6 +305,13 @@ def test_memory_is_not_taken_over_where_nobody_would_see_it(fake_mesh):
         x.data = y * 2
         return x + 1
 
+    @torch.compile(backend="aot_eager")
+    def converted(x):
+        x.data = x.to(x.dtype)  # as a module that is converted to the dtype that it has
+        return x + 1
+
+    assert converted(x).to_local().tolist() == [1.0, 2.0]
+    assert x.to_local().tolist() == [0.0, 1.0]
     with pytest.raises(ShardingError, match=r"write x.data = y outside of compiled code, or x.copy_\(y\)"):
         x.set_(y)
     with pytest.raises(Exception, match=r"write x.data = y outside of compiled code, or x.copy_\(y\)"):

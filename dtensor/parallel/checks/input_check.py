@@ -55,7 +55,8 @@ class InputCheck:
         """Compare the tensors of all ranks.
 
         Raises:
-            RuntimeError: tensors differ; raised on all ranks of the mesh.
+            AgreementError: tensors differ; raised on all ranks of the mesh. With the backend "inductor" it is a
+                RuntimeError of the same text.
         """
         if not given or not self.everyone:
             return
@@ -87,6 +88,16 @@ class InputCheck:
                     told.setdefault(what, []).append(rank)
                 said = "; ".join(f"{what} on ranks {ranks}" for what, ranks in told.items())
                 raise AgreementError(f"{DIFFERS.format(name=name)}. They passed {said}")
+
+
+def explain_difference(error: RuntimeError) -> None:
+    """Raise the difference that a compiled graph found, if it is that in which the graph ended.
+
+    Raises:
+        AgreementError: tensors differ.
+    """
+    if str(error).startswith(DIFFERS.partition("{")[0]) and not isinstance(error, AgreementError):
+        raise AgreementError(str(error)) from error
 
 
 def _spread(x: torch.Tensor, group: str) -> torch.Tensor:
@@ -132,4 +143,4 @@ def compare_input(x: torch.Tensor, mesh: DeviceMesh, module: Any) -> None:
     compare(BY_STYLE.format(name or type(module).__name__), x, facts(mesh).groups[(0,)], is_due(uses))
 
 
-__all__ = ["InputCheck", "compare_input"]
+__all__ = ["InputCheck", "compare_input", "explain_difference"]

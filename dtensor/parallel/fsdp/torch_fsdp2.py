@@ -9,6 +9,7 @@ from ...layout.placements import as_placements
 from ...mesh.mesh import one_object
 from ...tensor.tensor import DTensor
 from ...tensor.torch_dtensor import is_torch_dtensor
+from ...torch_private.core import root_mesh
 from ...torch_private.fsdp import FSDP2Parameter, FSDP2Unit
 from .added_later import remember
 from .fully_shard import policy_of
@@ -51,12 +52,15 @@ def take_over(units: list[FSDP2Unit], taken: list[Taken]) -> None:
 def _taken_over(given: FSDP2Parameter, unit: FSDP2Unit) -> tuple[nn.Parameter, Unshard]:
     theirs = given.parameter
     gathered = theirs.detach()
+    assert unit.mesh is not None, "a unit with parameters has a mesh"
     if given.inner is not None:
         mesh, placements = given.inner
+        root = root_mesh(unit.mesh)
+        if mesh.mesh_dim_names and root_mesh(mesh) == root:  # torch's caches may give a slice of an equal mesh
+            mesh = one_object(root[mesh.mesh_dim_names])
         placed = as_placements(placements, mesh.ndim, theirs.dim())
         nothing = torch.empty(0, dtype=theirs.dtype, device="meta")
         gathered = DTensor(nothing, mesh, placed, tuple(theirs.shape), tuple(theirs.stride()))
-    assert unit.mesh is not None, "a unit with parameters has a mesh"
     how = planned(gathered, one_object(unit.mesh), given.dim)
     made = of_part(theirs, _local(theirs), how)
     if is_torch_dtensor(theirs.grad):

@@ -20,6 +20,12 @@ from ...comm.profiled import WAIT, Described, Graph, covered, name_of
 
 Event = dict[str, Any]
 
+AGREE = "dtensor::agree"
+"""The operator in front of a compiled graph, in which the graph's mark is, in modes of a profiler more than once."""
+
+COMPILES = " (dynamo_timed)"
+"""The end of torch's names of what happens while code is compiled, when nothing is sent."""
+
 STARTS = {
     "dtensor::all_gather_start": "all_gather",
     "dtensor::all_to_all_start": "all_to_all",
@@ -191,6 +197,8 @@ class _Thread:
 
     def walk(self, at: Slice) -> None:
         """Name a slice and those inside."""
+        if at.name.endswith(COMPILES):
+            return
         if at.start >= self.until:
             self.left = []
         if at.name in self.names:
@@ -204,10 +212,12 @@ class _Thread:
             self.land(at, self.waited(at))
         else:
             for child in at.children:
-                mark = next((x for x in child.children if x.name in self.known), None)
-                if mark is not None:
-                    self.begin(self.known[mark.name], child, at.end)
-                self.walk(child)
+                if child.name == AGREE:
+                    mark = next((x for x in child.within() if x.name in self.known), None)
+                    if mark is not None:
+                        self.begin(self.known[mark.name], child, at.end)
+                else:
+                    self.walk(child)
 
     def begin(self, graph: Graph, at: Slice, end: float) -> None:
         """A compiled graph begins, which lasts as long as what called it."""

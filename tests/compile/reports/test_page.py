@@ -37,6 +37,7 @@ def collective(k, **changes):
         "fixed": 1e-6,
         "link": {},
         "parameter": False,
+        "makers": ["mm"],
         "readers": ["mm"],
         "asked": [k],
         "passes": ["lower"],

@@ -18,7 +18,7 @@ from dtensor.prices.links import DEFAULT
 C = {
     "op": "all_reduce", "direction": "forward", "dtype": "float32", "shapes": [[64, 32]], "ranks": [0, 1], "asked": [0],
     "move": "P->R", "bytes": 8192, "sent": 8192, "seconds": 10e-6, "fixed": 2e-6, "exposed": 10e-6, "parameter": False,
-    "readers": ["add"], "code": "return self.w2(x)", "link": asdict(DEFAULT),
+    "makers": ["mm"], "readers": ["add"], "code": "return self.w2(x)", "link": asdict(DEFAULT),
 }  # fmt: skip
 """A collective of a manifest."""
 
@@ -50,6 +50,8 @@ def test_half_the_bytes():
     assert only(C).write.startswith("with torch.autocast(")
     assert only(C).saves == pytest.approx(4e-6)
     assert only(C | {"exposed": 1e-6}).saves == pytest.approx(1e-6)
+    for other in ({"direction": "backward"}, {"makers": ["mm", "embedding"]}):
+        assert only(C | other).write == ""
     asked = only(C | {"code": "x = x.redistribute(placements=[Replicate()])"})
     assert asked.write == "redistribute(..., forward_dtype=torch.bfloat16)"
     gathered = C | {"op": "all_gather", "move": "S(0)->R", "parameter": True}
@@ -61,8 +63,9 @@ def test_gradients():
     later, half = said(gradient)
     assert "set_requires_gradient_sync(False)" in later.write
     assert later.saves == pytest.approx(10e-6)
+    assert said(gradient | {"asked": [0, 1, 2]})[0].saves == pytest.approx(6e-6)  # three starts instead of one
     assert ("reduce_dtype=torch.bfloat16" in half.write, half.saves) == (True, pytest.approx(4e-6))
-    assert "autocast" in only(gradient | {"readers": ["mm"]}).write  # what a backward computes with is no gradient yet
+    assert only(gradient | {"readers": ["mm"]}).write == ""  # what a backward computes with is no gradient yet
 
 
 def test_a_loss_on_sharded_logits():

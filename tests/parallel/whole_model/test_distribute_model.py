@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dtensor import (
+    AgreementError,
     Checkpoints,
     DTensor,
     MeshError,
@@ -171,7 +172,7 @@ def check_placed_one_by_one(rank, sizes, compiled, **also):
     torch.testing.assert_close(part, mine)
     assert {x.storage_offset() for x in part.values()} == {0}
     for name, other in also.items():
-        with pytest.raises(RuntimeError, match=rf"argument batch\.{name} of forward differs between ranks"):
+        with pytest.raises(AgreementError, match=rf"argument batch\.{name} of forward differs between ranks"):
             run({**mine, name: (mine[name] + (rank == other)) % 16}, weight=weight)
 
 
@@ -229,12 +230,12 @@ def test_inputs_that_differ_are_refused_on_all_ranks(rank, compiled):
     whole(batch())
     given = {**batch(), "labels": batch()["labels"] + rank}
     gave = "" if compiled else r".*passed a torch.int64 \[4, 6\] of checksum \w{6} on ranks \[0\]; a .* on ranks \[1\]"
-    with pytest.raises(RuntimeError, match=r"argument batch\.labels of forward differs between ranks" + gave):
+    with pytest.raises(AgreementError, match=r"argument batch\.labels of forward differs between ranks" + gave):
         whole(given)
     parts = runs(distribute_model(Scores(), mesh, inputs={"dp": Shard(0)}, outputs={}), compiled, dynamic=True)
     parts(part_of(batch(), rank, 2))
     given = {key: x.split([3, 1])[rank] for key, x in batch().items()}
-    with pytest.raises(RuntimeError, match=r"argument batch\.tokens of forward differs between ranks"):
+    with pytest.raises(AgreementError, match=r"argument batch\.tokens of forward differs between ranks"):
         parts(given)
 
 
@@ -246,7 +247,7 @@ def test_a_rank_that_differs_from_one_neighbour_is_told_to_all(rank, compiled):
     run = runs(distribute_model(made(), mesh, PLAN, inputs={"dp": Shard(0)}, outputs={}), compiled)
     given = part_of(batch(), mesh.get_local_rank("dp"), 2)
     run(given)
-    with pytest.raises(RuntimeError, match=r"argument batch\.labels of forward differs between ranks"):
+    with pytest.raises(AgreementError, match=r"argument batch\.labels of forward differs between ranks"):
         run({**given, "labels": (given["labels"] + (rank == 3)) % 16})
 
 

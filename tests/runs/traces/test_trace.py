@@ -133,10 +133,18 @@ def test_each_collective_has_its_name(rank, tmp_path):
     gc.collect()
     assert alive() is None, "a trace keeps a model alive"
     events = read(folder("own") / "trace.json")
-    assert sorted(e["name"].split(" (")[0] for e in events if e["pid"] == 0 and "waited_us" in e.get("args", {})) == [
+    found = sorted(e["name"].split(" (")[0] for e in events if e["pid"] == 0 and "waited_us" in e.get("args", {}))
+    assert found == [
         "all_reduce P->R over dp: backward of FromLocalBackward",
         "all_reduce P->R over dp: down",
-    ]
+    ], found
+    layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))  # of which no line is the user's
+    parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with dtensor.trace(folder("layers")) as tracing:
+        train(torch.compile(layers, backend="dtensor", options={"inner": "aot_eager"}), 1)
+    names = {e["name"] for e in read(last(tracing)) if e["pid"] == 0 and "waited_us" in e.get("args", {})}
+    assert names == {f"all_reduce P->R over dp: {k} (nn.Linear)" for k in (0, 2)}, names
+
     with pytest.raises(dtensor.RecordError, match=r"eager holds the files of an earlier run \(rank0000"):
         dtensor.trace(folder("eager")).__enter__()
 
