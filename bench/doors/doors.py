@@ -85,7 +85,7 @@ class Opened:
             return 0.0
         out.backward()
         self.update()
-        return float(out)
+        return out.item()
 
 
 def opened(door: str, name: str, mesh: Any, mode: Mode, wrap: Callable[[Any], Any]) -> Opened:

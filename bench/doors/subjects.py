@@ -180,8 +180,7 @@ def _gpt2_sequence(lib: Any) -> Styles:
         "transformer.h.*.attn": _whole_inside(lib, None),
         "transformer.h.*.mlp": _gathered(lib),
         **_pair(lib, ("transformer.h.*.mlp.c_fc",), ("transformer.h.*.mlp.c_proj",), sequence=True),
-        "transformer.ln_f": _norm(lib),
-        "lm_head": _gathered(lib),
+        "transformer.ln_f": _gathered(lib),
     }
 
 
