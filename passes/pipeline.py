@@ -22,6 +22,7 @@ from .algebra.reuse_gather import ReuseGather
 from .algebra.scatter_before_reduce import ScatterBeforeReduce
 from .algebra.shard_before_collective import ShardBeforeCollective
 from .borders.agree import Agree
+from .borders.beside import Beside
 from .borders.copy_written import CopyWritten
 from .borders.keep_order import KeepOrder
 from .borders.pin import Pin
@@ -122,6 +123,8 @@ STAGES: tuple[Stage, ...] = (
         (
             # Right after schedule: it keeps that order.
             Pin(),
+            # After pin, which reads pairs of starts and waits; before agree, which lists collectives in their order.
+            Beside(),
             # Before keep_order, so that the first collective waits for the agreement.
             Agree(),
             KeepOrder(),
@@ -155,6 +158,7 @@ __all__ = [
     "STAGES",
     "AddBeforeReduce",
     "Agree",
+    "Beside",
     "Bucket",
     "CancelGatherShard",
     "CommonSubexpressions",

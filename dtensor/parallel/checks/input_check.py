@@ -11,7 +11,6 @@ A style knows which inputs it assumes to be Replicate(). In eager mode it compar
 (`dtensor.comm.replication_check`); in compiled code the graph compares them.
 """
 
-import zlib
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -19,24 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...comm.compared_inputs import DIFFERS, alike
 from ...comm.from_plain import of_all_ranks
 from ...comm.replication_check import BY_STYLE, compare, is_due
 from ...errors import AgreementError
 from ...job.groups import group_ranks, group_size
 from ...mesh.mesh import facts
-from ...mesh.operator_library import library
 from ...torch_private.core import assert_async, is_in_graph, never_traced
 from .size_misfit import PLANNED
 
-DIFFERS = (
-    "distribute_model: argument {name} of forward differs between ranks; pass the same values on all ranks, or write "
-    "inputs={{axis: Shard(dim)}} if each rank passes its part, all of one shape"
-)
-
 Given: TypeAlias = tuple[str, torch.Tensor, Sequence[int]]
 """The name of an argument, this rank's tensor, and the mesh axes over which that is a shard."""
-
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class InputCheck:
@@ -73,15 +65,15 @@ class InputCheck:
         shape, place = list(self.shape.values()), {a: i for i, a in enumerate(self.shape)}
         cut = [sum([1 << place[a] for a in axes if a in place]) for *_, axes in given]
         if not torch.compiler.is_compiling() and gathered.device.type == "cpu" and not is_in_graph():
-            self._raise_unless(_alike(gathered, shape, cut), given, mine.tolist())
+            self._raise_unless(alike(gathered, shape, cut), given, mine.tolist())
             return
-        alike = torch.ops.dtensor.inputs_alike(gathered, shape, cut, [name for name, *_ in given])
-        for (name, *_), same in zip(given, alike.unbind()):
+        found = torch.ops.dtensor.inputs_alike(gathered, shape, cut, [name for name, *_ in given])
+        for (name, *_), same in zip(given, found.unbind()):
             assert_async(same, DIFFERS.format(name=name))
 
-    def _raise_unless(self, alike: torch.Tensor, given: Sequence[Given], sums: list[int]) -> None:
+    def _raise_unless(self, found: torch.Tensor, given: Sequence[Given], sums: list[int]) -> None:
         """Raise an error that also lists the ranks' inputs. All ranks find the same arguments to differ."""
-        for (name, x, _), same, checksum in zip(given, alike.tolist(), sums):
+        for (name, x, _), same, checksum in zip(given, found.tolist(), sums):
             if not same:
                 mine = f"a {x.dtype} {list(x.shape)} of checksum {checksum & 0xFFFFFF:06x}"
                 told: dict[str, list[int]] = {}
@@ -90,69 +82,6 @@ class InputCheck:
                 said = "; ".join(f"{what} on ranks {ranks}" for what, ranks in told.items())
                 raise AgreementError(f"{DIFFERS.format(name=name)}. They passed {said}")
 
-
-library.define("input_numbers(Tensor[] given) -> Tensor")
-library.define("inputs_alike(Tensor gathered, int[] shape, int[] cut, str[] names) -> Tensor")
-
-
-def _input_numbers(given: list[torch.Tensor]) -> torch.Tensor:
-    """The checksum of each tensor, and then a number of the shape of each."""
-    device, shapes = given[0].device, [_number_of_shape(x) for x in given]
-    if all(x.device.type == "cpu" for x in given):
-        return torch.tensor([*map(_checksum, given), *shapes])
-    sums = [torch.as_tensor(_checksum(x), device=device) for x in given]
-    return torch.cat([torch.stack(sums), torch.tensor(shapes, device=device)])
-
-
-def _number_of_shape(x: torch.Tensor) -> int:
-    return zlib.crc32(repr(tuple(x.shape)).encode())
-
-
-def _checksum(x: torch.Tensor) -> Any:
-    """A number which other values or another order are very unlikely to have; on a GPU a tensor, a sum weighted by
-    position."""
-    flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.device.type == "cpu":
-        return zlib.crc32(flat.view(torch.uint8).numpy().data)
-    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    bits = flat.view(BITS[flat.element_size()]).to(torch.int64)
-    return (bits * (torch.arange(bits.shape[0], device=x.device) * 2654435761 + 1)).sum()
-
-
-def _alike(gathered: torch.Tensor, shape: Sequence[int], cut: Sequence[int]) -> torch.Tensor:
-    """Of each input whether the ranks of a mesh of this shape have the same; `cut`: bits of the axes along which each
-    has a part, of which only the shape is compared."""
-    table = gathered.view(*shape, 2, len(cut))
-    sums, shapes = table.select(-2, 0), table.select(-2, 1).flatten(0, -2)
-    found = (shapes == shapes[0]).all(0)
-    for i, axes in enumerate(cut):
-        mine = sums.select(-1, i)
-        for axis in range(len(shape)):
-            if not axes >> axis & 1:
-                found[i] &= (mine == mine.narrow(axis, 0, 1)).all()
-    return found
-
-
-def _inputs_alike(gathered: torch.Tensor, shape: list[int], cut: list[int], names: list[str]) -> torch.Tensor:
-    """As `_alike`; on the CPU an input that differs is an error at once."""
-    found = _alike(gathered, shape, cut)
-    if found.device.type == "cpu":
-        for name, same in zip(names, found.tolist()):
-            if not same:
-                raise AgreementError(DIFFERS.format(name=name))
-    return found
-
-
-library.impl("input_numbers", _input_numbers, "CompositeExplicitAutograd")
-library.impl("inputs_alike", _inputs_alike, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "dtensor::input_numbers", lambda given: given[0].new_empty(2 * len(given), dtype=torch.int64), lib=library
-)
-torch.library.register_fake(
-    "dtensor::inputs_alike",
-    lambda gathered, shape, cut, names: gathered.new_empty(len(names), dtype=torch.bool),
-    lib=library,
-)
 
 USES = "_dtensor_uses"
 """The attribute of a module with a style that counts its calls in eager mode."""
