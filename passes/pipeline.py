@@ -22,13 +22,13 @@ from .algebra.reuse_gather import ReuseGather
 from .algebra.scatter_before_reduce import ScatterBeforeReduce
 from .algebra.shard_before_collective import ShardBeforeCollective
 from .borders.agree import Agree
-from .borders.beside import Beside
 from .borders.copy_written import CopyWritten
 from .borders.keep_order import KeepOrder
 from .borders.pin import Pin
 from .borders.record import Record
 from .functional.lower import Lower
 from .functional.raise_ import Raise
+from .overlap.beside import Beside
 from .overlap.bucket import Bucket
 from .overlap.regather import Regather
 from .overlap.schedule import Schedule
@@ -112,8 +112,10 @@ STAGES: tuple[Stage, ...] = (
             Lower(),
             # Before schedule: collectives that share a buffer start together.
             Bucket(),
-            # Last: no pass may change the order that it chose.
+            # After these: no pass may change the order that it chose.
             Schedule(),
+            # But for what is none of the model's, and goes behind.
+            Beside(),
         ),
         why="when nothing can be saved any more, what is left is sent while something is computed",
     ),
@@ -121,10 +123,8 @@ STAGES: tuple[Stage, ...] = (
         "borders",
         HALVES,
         (
-            # Right after schedule: it keeps that order.
+            # Right after these: it keeps their order.
             Pin(),
-            # After pin, which reads pairs of starts and waits; before agree, which lists collectives in their order.
-            Beside(),
             # Before keep_order, so that the first collective waits for the agreement.
             Agree(),
             KeepOrder(),

@@ -4,7 +4,7 @@
     inputs_alike(gathered, shape, cut, names)    whether those of all ranks, in the order of the mesh, are the same
 
 `dtensor.parallel.checks.input_check` puts an all_gather between the two. A pass lets it travel behind what the model
-sends (`dtensor.passes.borders.beside`).
+sends (`dtensor.passes.overlap.beside`).
 """
 
 import zlib

@@ -5,7 +5,7 @@ checksum of each input and one of its shape, to all others. Along axes that shar
 shape; along the others it must have the same values. All ranks of the mesh learn of a difference anywhere, so that all
 raise and none is left waiting. The check runs on the device of the inputs, and on a GPU nothing waits for the result.
 In a compiled graph two operators are around the exchange, which travels behind the first collective of the model:
-`dtensor.passes.borders.agree` puts it there.
+`dtensor.passes.overlap.beside` puts it there.
 
 A style knows which inputs it assumes to be Replicate(). In eager mode it compares them from time to time
 (`dtensor.comm.replication_check`); in compiled code the graph compares them.

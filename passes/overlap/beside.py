@@ -40,9 +40,8 @@ class Beside(Pass):
     """
 
     name = "beside"
-    stage = "borders"
+    stage = "overlap"
     exactness = "bitwise"
-    when = "where `distribute_model` has a graph compare inputs"
 
     def __init__(self, compilation: Compilation | None = None) -> None:
         self.compilation: Compilation = compilation or Compilation(FORWARD)
@@ -75,7 +74,7 @@ class Beside(Pass):
                 order += mine[:cut]
         rearrange(graph, order)
         if self.compilation.inner == "inductor":
-            ordered.after(graph, {first: [start], wait: [compared]})
+            ordered.after(graph, {first.all_input_nodes[0]: [start], wait: [compared]})
         return 1
 
 

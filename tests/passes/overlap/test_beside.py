@@ -4,7 +4,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.passes import Beside, Compilation, Lower, Pin, collectives
+from dtensor.passes import Beside, Compilation, Lower, Pin, Schedule, collectives
 
 
 def graph(bench, f, *shapes):
@@ -49,20 +49,22 @@ return %relu""",
 def test_under_inductor_the_order_is_kept_with_that_of_others(bench):
     def f(x, y, z):
         checked(x, bench.tp)
-        x = ops.all_reduce(x @ z, "sum", bench.tp)
-        return x.relu(), x @ y
+        late = x @ y
+        return late, ops.all_reduce(x @ z, "sum", bench.tp).relu()
 
     gm = graph(bench, f, (4, 4), (4, 4), (4, 4))
-    Pin()(gm.graph)
+    Schedule()(gm.graph)
     assert bench.apply(Beside(Compilation("forward", "inductor")), gm) == 1
-    after = [
-        line.split(": ")[0] + " after" + line.split(" after")[1]
-        for line in bench.text(gm).splitlines()
-        if " after" in line
-    ]
-    assert_expected_inline("\n".join(after), """\
-%all_gather_into_tensor after [%all_reduce]
-%wait_tensor_1 after [%inputs_alike]""")
+    Pin()(gm.graph)
+    lines = [line.split(" = ") for line in bench.text(gm).splitlines() if " after " in line]
+    assert_expected_inline(
+        "\n".join([f"{a.split(':')[0]} after{b.split(' after')[1]}" for a, b in lines]),
+        """\
+%input_numbers after [%all_reduce]
+%mm_1 after [%all_gather_into_tensor]
+%wait_tensor after [%mm_1]
+%wait_tensor_1 after [%inputs_alike]""",
+    )
 
 
 def test_alone_it_stays_where_it_is(bench):
