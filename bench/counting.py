@@ -123,10 +123,11 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def _own(output: torch.Tensor, given: torch.Tensor) -> None:
-    """Copy as much of `given` to `output` as fits, and fill the rest with zeros."""
-    n = min(output.numel(), given.numel())
-    _flat(output)[:n].copy_(_flat(given)[:n])
-    _flat(output)[n:].zero_()
+    """Copy `given` to `output`, or as much as fits; what is longer is filled with copies of it."""
+    flat = _flat(given)
+    if output.numel() > flat.shape[0] > 0:
+        flat = flat.repeat(-(-output.numel() // flat.shape[0]))
+    _flat(output).copy_(flat[: output.numel()])
 
 
 class CountingGroup(dist.ProcessGroup):

@@ -28,6 +28,7 @@ from .borders.pin import Pin
 from .borders.record import Record
 from .functional.lower import Lower
 from .functional.raise_ import Raise
+from .overlap.beside import Beside
 from .overlap.bucket import Bucket
 from .overlap.regather import Regather
 from .overlap.schedule import Schedule
@@ -111,8 +112,10 @@ STAGES: tuple[Stage, ...] = (
             Lower(),
             # Before schedule: collectives that share a buffer start together.
             Bucket(),
-            # Last: no pass may change the order that it chose.
+            # After these: no pass may change the order that it chose.
             Schedule(),
+            # But for what is none of the model's, and goes behind.
+            Beside(),
         ),
         why="when nothing can be saved any more, what is left is sent while something is computed",
     ),
@@ -120,7 +123,7 @@ STAGES: tuple[Stage, ...] = (
         "borders",
         HALVES,
         (
-            # Right after schedule: it keeps that order.
+            # Right after these: it keeps their order.
             Pin(),
             # Before keep_order, so that the first collective waits for the agreement.
             Agree(),
@@ -155,6 +158,7 @@ __all__ = [
     "STAGES",
     "AddBeforeReduce",
     "Agree",
+    "Beside",
     "Bucket",
     "CancelGatherShard",
     "CommonSubexpressions",

@@ -84,6 +84,7 @@ PASSES_KNOW = (
     "comm.collectives",
     "comm.profiled",
     "comm.replication_check",
+    "comm.start_collectives",
     "comm.wire_dtypes",
     "rules",
 )

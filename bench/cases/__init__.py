@@ -10,6 +10,7 @@ from types import ModuleType
 from . import (
     call,
     compile,
+    doors,
     eager,
     gpu,
     memory,
@@ -39,6 +40,7 @@ class Case:
 ORDER = (
     wire,
     step,
+    doors,
     call,
     eager,
     compile,

@@ -29,7 +29,7 @@ from ..program.source_lines import is_users
 _TORCH = Path(torch.__path__[0])
 _DISTRIBUTED = f"{_TORCH}/distributed/"
 _CALLS = f"{_TORCH}/_ops.py"
-_MEETS = str(Path(__file__).parent.parent / "comm" / "start_collectives.py")
+_MEETS, _WAITS = str(Path(__file__).parent.parent / "comm" / "start_collectives.py"), ("meet", "_arrive")
 
 
 @dataclass
@@ -252,7 +252,7 @@ def foreign_wait(frame: FrameType | None) -> Waiting | None:
             return None
         ranks = tuple(dist.get_process_group_ranks(group))
         return Waiting("torch", f"torch.distributed.{found.f_code.co_name}", group.group_name, ranks)
-    if "wait_tensor" in linecache.getline(file, top.f_lineno) or (file == _MEETS and top.f_code.co_name == "meet"):
+    if "wait_tensor" in linecache.getline(file, top.f_lineno) or (file == _MEETS and top.f_code.co_name in _WAITS):
         return Waiting("graph", "a compiled graph")
     return None
 

@@ -29,6 +29,7 @@ OPERATORS = {
     "_c10d_functional::all_to_all_single": "all_to_all",
     "dtensor::all_gather_start": "all_gather",
     "dtensor::all_to_all_start": "all_to_all",
+    "dtensor::all_reduce_start": "all_reduce",
 }
 """Operator -> the collective it runs. Every operator takes the tensor first and the name of the group last."""
 

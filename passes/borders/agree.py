@@ -11,6 +11,7 @@ from torch import fx
 from dtensor.comm.agreement import dumps
 from dtensor.comm.collectives import COMMUNICATING
 from dtensor.comm.replication_check import DRAWN
+from dtensor.comm.start_collectives import OVER_GLOO, REDUCING, starts
 from dtensor.job.collective_order import Entry
 from dtensor.job.groups import group_size
 from dtensor.layout.chunks import chunk_length
@@ -39,7 +40,9 @@ class Agree(Pass):
         %all_reduce: f32[4] = _c10d_functional.all_reduce(%x, 'sum', tp) after [%agree, %empty]
 
     The operator stands at the start of the graph. Where Inductor compiles it, the first collective is made to wait for
-    it. The texts are those of `dtensor.comm.agreement`. Values stay the same.
+    it. Over gloo, an all_reduce that is the first on its group becomes one of tagged messages,
+    `dtensor.all_reduce_start`, so that those of another graph cannot be taken for its own. The texts are those of
+    `dtensor.comm.agreement`. Values stay the same, but for the order in which more than two ranks add up.
     """
 
     name = "agree"
@@ -61,7 +64,7 @@ class Agree(Pass):
         sequences: dict[str, list[Entry]] = {}
         untagged: list[str] = []
         for node, group in found:
-            if group not in sequences and not _is_tagged(node):
+            if group not in sequences and not _is_tagged(node) and not _tagged(node, group):
                 untagged.append(group)
             sequences.setdefault(group, []).append((entry(node, places), str(source(node) or place(node))))
         first = found[0][0]
@@ -102,6 +105,17 @@ def _said(node: fx.Node) -> str:
     there: Any = SimpleNamespace(meta=taken._asdict())
     path, line = module(there), source(there)
     return taken.said.format((path or "the model") + (f" ({line})" if line is not None else ""))
+
+
+def _tagged(node: fx.Node, group: str) -> bool:
+    """Make an all_reduce over gloo one of tagged messages, and return whether it is one that can be."""
+    if node.target is not ir.c10d.all_reduce.default or node.args[1] not in REDUCING:
+        return False
+    x: torch.Tensor = ir.value(node)
+    if x.dtype in (torch.bool, torch.complex64, torch.complex128) or starts(group, x.device) is not OVER_GLOO:
+        return False
+    node.target = ir.ops.all_reduce_start.default
+    return True
 
 
 def _is_tagged(node: fx.Node) -> bool:

@@ -51,7 +51,7 @@ class Pin(Pass):
         pairs = 0
         for start in nodes:
             wait = ir.only_user(start) if start.target in ir.STARTS else None
-            if wait is None or wait.target is not ir.WAIT:
+            if wait is None or ordered.called(wait)[0] is not ir.WAIT:
                 continue
             between = [node for node in nodes[place[start] : place[wait]] if node.target in LONG]
             if between:

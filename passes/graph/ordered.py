@@ -47,12 +47,15 @@ def wrapped(graph: fx.Graph) -> list[fx.Node]:
 
 
 def after(graph: fx.Graph, later: Mapping[fx.Node, list[fx.Node]]) -> None:
-    """Make each node run after those listed for it, one step at a time (`steps`)."""
+    """Make each node run after those listed for it, one step at a time (`steps`); also one that runs after others."""
     if graph.owning_module is None:
         fx.GraphModule({}, graph)
     made: dict[fx.Node, fx.Node] = {}
     for node, before in later.items():
         steps.take(node)
+        if is_wrapped(node):
+            node.args = ((*earlier(node), *[made.get(x, x) for x in before]), *node.args[1:])
+            continue
         following = node.next
         order_after(graph, {node: [made.get(x, x) for x in before]})
         made[node] = following.prev

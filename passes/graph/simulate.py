@@ -251,6 +251,7 @@ _COLLECTIVES: dict[Any, Callable[..., list[Any]]] = {
     ir.c10d.all_to_all_single.default: _all_to_all_start,
     ir.ops.all_gather_start.default: _all_gather_start,
     ir.ops.all_to_all_start.default: _all_to_all_start,
+    ir.ops.all_reduce_start.default: _all_reduce,
     ir.c10d.all_gather_into_tensor_coalesced.default: _each(_all_gather_start),
     ir.c10d.reduce_scatter_tensor_coalesced.default: _each(_reduce_scatter_start),
     ir.c10d.all_reduce_coalesced.default: _each(_all_reduce),

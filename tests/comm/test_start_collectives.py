@@ -1,5 +1,6 @@
 """What starts collectives over gloo, on real ranks: several under way, of all dtypes, uneven, compiled."""
 
+import functools
 import random
 import time
 from datetime import timedelta
@@ -133,3 +134,29 @@ def test_a_rank_that_does_not_come():
 def test_elsewhere_torchs(fake_mesh):
     group = fake_mesh(4).get_group().group_name
     assert starts(group, torch.device("cpu")) is FUNCTIONAL
+
+
+def added_up(rank, n):
+    """By whichever reduction, of any length, waited for in another order, and written over after the start."""
+    group, found = name_of(dist.group.WORLD), []
+    by = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
+    for shape in ((5, 7), (1,), (0, 4), (), (64, 3)):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            ranks = [(torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape) % 5 + r).to(dtype) for r in range(n)]
+            begun = {}
+            for op in by:
+                x = ranks[rank].clone().t() if len(shape) == 2 else ranks[rank].clone()
+                begun[op] = torch.ops.dtensor.all_reduce_start(x, op, group)
+                x.fill_(-1)
+            for op in reversed(by):
+                want = functools.reduce(by[op], ranks)
+                got = WAIT(begun[op])
+                assert torch.equal(got.t() if len(shape) == 2 else got, want), (op, shape, dtype)
+            found.append(got.tolist())
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_reductions_with_tags(n):
+    first, *others = run_ranks(added_up, n, n)
+    assert all(other == first for other in others)

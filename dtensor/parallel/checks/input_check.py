@@ -1,9 +1,11 @@
 """Checks whether all ranks pass the same inputs to a model. There are two checks.
 
-`distribute_model` knows all inputs and compares them in each call, eager and compiled, with one small all-reduce of
-checksums. Along axes that shard an input, all parts must have one shape; along the others it must have the same values.
-All ranks of the mesh learn of a difference anywhere, so that all raise and none is left waiting. The check runs on the
-device of the inputs, and on a GPU nothing waits for the result.
+`distribute_model` knows all inputs and compares them in each call, eager and compiled: each rank sends a few numbers, a
+checksum of each input and one of its shape, to all others. Along axes that shard an input, all parts must have one
+shape; along the others it must have the same values. All ranks of the mesh learn of a difference anywhere, so that all
+raise and none is left waiting. The check runs on the device of the inputs, and on a GPU nothing waits for the result.
+In a compiled graph two operators are around the exchange, which travels behind the first collective of the model:
+`dtensor.passes.overlap.beside` puts it there.
 
 A style knows which inputs it assumes to be Replicate(). In eager mode it compares them from time to time
 (`dtensor.comm.replication_check`); in compiled code the graph compares them.
@@ -16,22 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...comm.compared_inputs import DIFFERS, alike
 from ...comm.from_plain import of_all_ranks
 from ...comm.replication_check import BY_STYLE, compare, is_due
 from ...errors import AgreementError
+from ...job.groups import group_ranks, group_size
 from ...mesh.mesh import facts
 from ...torch_private.core import assert_async, is_in_graph, never_traced
 from .size_misfit import PLANNED
 
-DIFFERS = (
-    "distribute_model: argument {name} of forward differs between ranks; pass the same values on all ranks, or write "
-    "inputs={{axis: Shard(dim)}} if each rank passes its part, all of one shape"
-)
-
 Given: TypeAlias = tuple[str, torch.Tensor, Sequence[int]]
 """The name of an argument, this rank's tensor, and the mesh axes over which that is a shard."""
-
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class InputCheck:
@@ -41,11 +38,14 @@ class InputCheck:
         self.mesh: DeviceMesh = mesh
         known = facts(mesh)
         axes = [a for a in range(mesh.ndim) if known.shape[a] > 1 and known.coordinate is not None]
-        self.along: dict[int, str] = {a: known.groups[(a,)] for a in axes}
-        """Axis -> its group."""
+        self.shape: dict[int, int] = {a: known.shape[a] for a in axes}
+        """Axis -> its number of ranks; axes of one rank are left out."""
         whole = known.groups.get(tuple(axes))
-        self.everyone: list[str] = [whole] if axes and whole is not None else list(self.along.values())
-        """Groups that make up the mesh: reduced over one after the other."""
+        in_order = whole is not None and list(group_ranks(whole)) == mesh.mesh.flatten().tolist()
+        groups = [whole] if in_order and whole is not None else [known.groups[(a,)] for a in axes[::-1]]
+        self.gathers: list[tuple[str, int]] = [(group, group_size(group)) for group in groups]
+        """Groups over which to gather, one after the other, so that ranks arrive in the order of the mesh; and their
+        numbers of ranks."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InputCheck":
         return self
@@ -58,29 +58,23 @@ class InputCheck:
             AgreementError: tensors differ; raised on all ranks of the mesh. With the backend "inductor" it is a
                 RuntimeError of the same text.
         """
-        if not given or not self.everyone:
+        if not given or not self.shape:
             return
-        device = given[0][1].device
-        values = torch.stack([_checksum(x.detach()).to(device) for _, x, _ in given])
-        shapes = torch.stack([_number_of_shape(x).to(device) for _, x, _ in given])
-        part = torch.tensor([bool(cut) for *_, cut in given], device=device)
-        differs = torch.zeros_like(values)
-        for axis, group in self.along.items():
-            same = [bool(cut) and axis not in cut for *_, cut in given]
-            if any(same):
-                differs = differs | _spread(values, group) * torch.tensor(same, device=device)
-        told = torch.where(part, shapes, shapes + values)
-        most = _reduced(torch.stack([told, -told, differs]), self.everyone)
-        alike = (most[0] == -most[1]) & (most[2] == 0)
-        if not torch.compiler.is_compiling() and device.type == "cpu" and not is_in_graph():
-            self._raise_unless(alike.tolist(), given, values.tolist())
+        mine = gathered = torch.ops.dtensor.input_numbers([x.detach() for _, x, _ in given])
+        for group, n in self.gathers:
+            gathered = torch.ops.dtensor.all_gather(gathered, 0, gathered.shape[0] * n, group)
+        shape, place = list(self.shape.values()), {a: i for i, a in enumerate(self.shape)}
+        cut = [sum([1 << place[a] for a in axes if a in place]) for *_, axes in given]
+        if not torch.compiler.is_compiling() and gathered.device.type == "cpu" and not is_in_graph():
+            self._raise_unless(alike(gathered, shape, cut), given, mine.tolist())
             return
-        for (name, *_), same in zip(given, alike.unbind()):
+        found = torch.ops.dtensor.inputs_alike(gathered, shape, cut, [name for name, *_ in given])
+        for (name, *_), same in zip(given, found.unbind()):
             assert_async(same, DIFFERS.format(name=name))
 
-    def _raise_unless(self, alike: list[bool], given: Sequence[Given], sums: list[int]) -> None:
+    def _raise_unless(self, found: torch.Tensor, given: Sequence[Given], sums: list[int]) -> None:
         """Raise an error that also lists the ranks' inputs. All ranks find the same arguments to differ."""
-        for (name, x, _), same, checksum in zip(given, alike, sums):
+        for (name, x, _), same, checksum in zip(given, found.tolist(), sums):
             if not same:
                 mine = f"a {x.dtype} {list(x.shape)} of checksum {checksum & 0xFFFFFF:06x}"
                 told: dict[str, list[int]] = {}
@@ -98,32 +92,6 @@ def explain_difference(error: RuntimeError) -> None:
     """
     if str(error).startswith(DIFFERS.partition("{")[0]) and not isinstance(error, AgreementError):
         raise AgreementError(str(error)) from error
-
-
-def _spread(x: torch.Tensor, group: str) -> torch.Tensor:
-    """1 where the ranks of a group have different numbers, 0 where they have the same."""
-    most = _reduced(torch.stack([x, -x]), [group])
-    return (most[0] != -most[1]).to(torch.int64)
-
-
-def _reduced(x: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
-    for group in groups:
-        x = torch.ops.dtensor.all_reduce(x, "max", group)
-    return x
-
-
-def _number_of_shape(x: torch.Tensor) -> torch.Tensor:
-    number: Any = x.dim()
-    for n in x.shape[:6]:
-        number = number * 1009 + n
-    return torch.full((), number, dtype=torch.int64, device=x.device)
-
-
-def _checksum(x: torch.Tensor) -> torch.Tensor:
-    """A sum weighted by position, which other values or another order are very unlikely to have."""
-    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
-    bits = flat.view(BITS[flat.element_size()]).to(torch.int64)
-    return (bits * (torch.arange(bits.shape[0], device=x.device) * 2654435761 + 1)).sum()
 
 
 USES = "_dtensor_uses"

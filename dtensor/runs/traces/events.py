@@ -29,6 +29,7 @@ COMPILES = " (dynamo_timed)"
 STARTS = {
     "dtensor::all_gather_start": "all_gather",
     "dtensor::all_to_all_start": "all_to_all",
+    "dtensor::all_reduce_start": "all_reduce",
     **{
         f"_c10d_functional::{name}{variant}": op
         for name, op in (

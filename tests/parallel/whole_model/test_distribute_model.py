@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from dtensor import (
     distribute_model,
     init_device_mesh,
 )
+from dtensor.compile import statistics
 from dtensor.parallel import fully_shard
 from dtensor.testing import fake_ranks, with_ranks, with_threads
 
@@ -420,3 +422,22 @@ def test_a_plain_loss_may_be_scaled_in_place(rank):
         loss *= 3
         loss.backward()
         torch.testing.assert_close(model.weight.grad.full_tensor(), plain.weight.grad)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@with_ranks(2)
+def test_nothing_goes_in_front_of_what_the_model_sends(rank, inner):
+    """The comparison of inputs is the second message of the forward, and no rank meets another before."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = {"blocks.*.up.*": COLUMNS, "blocks.*.down.weight": ROWS}
+    model = distribute_model(made(blocks=1), mesh, plan, inputs={}, outputs={})
+    run = torch.compile(model, backend="dtensor", options={"inner": inner})
+    with patch("dtensor.comm.agreement.meet") as met, statistics() as seen:
+        for _ in range(2):
+            run(batch()).loss.backward()
+    forward = next(r for r in seen.records if r.direction == "forward")
+    first, second = forward.collectives[:2]
+    numbers = 2 * 2 * torch.int64.itemsize
+    assert first.bytes > numbers
+    assert (second.op, second.bytes) == ("all_gather", numbers)
+    assert not met.called

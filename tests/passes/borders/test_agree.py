@@ -5,7 +5,10 @@ import json
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
+from dtensor.comm.start_collectives import OVER_GLOO
 from dtensor.passes import Agree, Compilation, Lower, collectives
+from dtensor.passes.borders import agree
+from dtensor.passes.graph import ir
 
 
 def lowered(bench, f, *shapes):
@@ -45,13 +48,13 @@ def test_the_agreement_is_the_first_call(bench):
 %wait_tensor_1: f32[8,2] = _c10d_functional.wait_tensor(%all_gather_into_tensor)
 return %wait_tensor, %wait_tensor_1""",
     )
-    (agree,) = [node for node in gm.graph.nodes if "agree" in str(node.target)]
-    said = json.loads(agree.args[1])
+    (agreed,) = [node for node in gm.graph.nodes if "agree" in str(node.target)]
+    said = json.loads(agreed.args[1])
     assert {name: entries[0][0] for name, (_, entries) in said.items()} == {
         bench.tp: "all_reduce sum of float32[4]",
         bench.dp: "all_gather of float32[4, 2]",
     }
-    assert json.loads(agree.args[3])[0] == "forward"
+    assert json.loads(agreed.args[3])[0] == "forward"
 
 
 def test_under_inductor_the_first_collective_waits_for_it(bench):
@@ -65,3 +68,22 @@ def test_under_inductor_the_first_collective_waits_for_it(bench):
 def test_a_graph_that_communicates_nothing_has_nothing_to_compare(bench):
     assert bench.keeps(Agree(), lowered(bench, lambda x: ops.shard(x, 0, bench.tp), (4,)))
     assert Agree().taking(Compilation("forward", agreement=False)) is None
+
+
+def test_over_gloo_an_all_reduce_that_is_the_first_on_its_group_has_tags(bench, monkeypatch):
+    """The second needs none, nor the first on a group where a gather with tags comes before it."""
+
+    def f(x, y):
+        x = ops.all_reduce(ops.all_reduce(x.relu(), "sum", bench.tp).relu(), "sum", bench.tp)
+        return x, ops.all_reduce(ops.all_gather(y, 0, 8, bench.dp), "max", bench.dp)
+
+    gm = lowered(bench, f, (4,), (4, 2))
+    for node in gm.graph.find_nodes(op="call_function", target=ir.c10d.all_gather_into_tensor.default):
+        node.target = ir.ops.all_gather_start.default
+    monkeypatch.setattr(agree, "starts", lambda group, device: OVER_GLOO)
+    assert bench.apply(Agree(), gm) == 1
+    begun = [str(node.target) for node in ir.communicating(gm.graph)]
+    one, other = "dtensor.all_reduce_start.default", "_c10d_functional.all_reduce.default"
+    assert begun == [one, other, "dtensor.all_gather_start.default", other]
+    (agreement,) = [node for node in gm.graph.nodes if "agree" in str(node.target)]
+    assert [untagged for untagged, _ in json.loads(agreement.args[1]).values()] == [False, False]
