@@ -453,8 +453,11 @@ def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 def leave_guards_untimed() -> None:
-    """Stop Dynamo from measuring the latency of guards, for which it flushes the CPU caches for each graph."""
+    """Stop Dynamo from measuring the latency of guards, for which it flushes the CPU caches for each graph, and from
+    making those that it writes in Python fast, for which it parses and prints each expression several times."""
     dynamo_guards.profile_guard_manager = lambda *_: 0.0
+    common: Any = dynamo_guards.PyExprCSEPass
+    common.count, common.replace = lambda *_: None, lambda _, expression: ([], expression)
 
 
 def compiler_settings() -> dict[Any, dict[str, Any]]:
