@@ -12,9 +12,9 @@ import torch
 from dtensor import init_device_mesh
 from dtensor.testing import fake_ranks, kept_ranks
 from dtensor.testing.process_reset import collect_seldom
-from dtensor.torch_private.compiling import TRACE_LOG, leave_guards_untimed
+from dtensor.torch_private.compiling import TRACE_LOG, compile_quickly
 
-leave_guards_untimed()
+compile_quickly()
 os.environ["DTENSOR_LINKS"] = ""  # what was measured on the machine that tests is not to change plans
 
 
