@@ -6,6 +6,8 @@ import logging
 import math
 import os
 
+gc.disable()  # until all is imported: little of that is garbage, and a sixth of the time went by looking
+
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ os.environ["DTENSOR_LINKS"] = ""  # what was measured on the machine that tests 
 
 def pytest_collection_finish(session):
     """What the tests have imported stays, so the garbage collector need not look at it."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     collect_seldom()

@@ -149,10 +149,12 @@ def run(command: Command, path: list[str]) -> None:
 
 if __name__ == "__main__":
     installed = sys.path[1:]
+    gc.disable()
     for name in sys.argv[2:]:
         importlib.import_module(name)
     assert "dtensor" not in sys.modules, "this library is to read its environment anew in each program"
     assert len(os.listdir("/proc/self/task")) == 1, "threads would not be there in forked processes"
+    gc.enable()
     gc.collect()
     gc.freeze()
     server = Server(sys.argv[1])
