@@ -480,11 +480,12 @@ def _outputs(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if symbolic or func.namespace not in ("aten", "prims") or not _sizes_in(parts, (*args, *kwargs.values())):
         return _made_by(run, args, kwargs, symbolic)
     key = tuple(parts)
-    if key not in _known_outputs:
+    known = _known_outputs.get(key)
+    if known is None:
         if len(_known_outputs) >= MOST_OUTPUTS:
             _known_outputs.clear()
-        _known_outputs[key] = _made_by(run, args, kwargs, symbolic)
-    return _known_outputs[key]
+        known = _known_outputs[key] = _made_by(run, args, kwargs, symbolic)
+    return known
 
 
 MOST_OUTPUTS = 10_000
