@@ -2,8 +2,11 @@
 
 import contextlib
 import gc
+import logging
 import math
 import os
+
+gc.disable()  # until all is imported: little of that is garbage, and a sixth of the time went by looking
 
 import pytest
 import torch
@@ -11,17 +14,31 @@ import torch
 from dtensor import init_device_mesh
 from dtensor.testing import fake_ranks, kept_ranks
 from dtensor.testing.process_reset import collect_seldom
-from dtensor.torch_private.compiling import leave_guards_untimed
+from dtensor.torch_private.compiling import TRACE_LOG, compile_quickly
 
-leave_guards_untimed()
+compile_quickly()
 os.environ["DTENSOR_LINKS"] = ""  # what was measured on the machine that tests is not to change plans
 
 
 def pytest_collection_finish(session):
     """What the tests have imported stays, so the garbage collector need not look at it."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     collect_seldom()
+    let_loggers_propagate()
+
+
+def let_loggers_propagate():
+    """pytest adds its handlers to each logger that does not, around each test. Torch has sixty, and one of them makes
+    it write out each graph, in several ways, if there is a handler."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger) and not logger.propagate:
+            logger.propagate = True
+            if name == TRACE_LOG:
+                logger.parent = None  # these records are no text
+            else:
+                logger.handlers.clear()  # that of "torch" writes to the same place
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import python
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"dtensor": ROOT / "dtensor", "dtensor.compile": ROOT / "compile", "dtensor.passes": ROOT / "passes"}
 LINKS = ("compile", "passes")
@@ -111,11 +113,20 @@ def parsed(path):
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes(path):
+    return list(ast.walk(parsed(path)))
+
+
+@cache
 def imports(name, path, top_level_only=False):
     """Full names of the modules that `path` imports."""
-    nodes = parsed(path).body if top_level_only else ast.walk(parsed(path))
+    return list(_imports(name, path, parsed(path).body if top_level_only else nodes(path)))
+
+
+def _imports(name, path, among):
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in nodes:
+    for node in among:
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -142,21 +153,24 @@ def floor(package, name):
     return part, found[0]
 
 
-@pytest.mark.parametrize(
-    ("package", "name"),
-    [(package, n) for package in ROOMS for n in MODULES if n.startswith(f"{package}.") and not is_other(package, n)],
-)
-def test_rooms_import_downwards(package, name):
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_downwards(package):
     """Not through a late import either; `compile` and `passes` are imported when something is compiled."""
-    room, here = floor(package, name)
-    for found in imports(name, MODULES[name]):
-        if not found.startswith(f"{package}.") or found in NAMES:
+    wrong = []
+    for name in MODULES:
+        if not name.startswith(f"{package}.") or is_other(package, name):
             continue
-        if is_other(package, found):
-            assert name in COMMANDS, f"{name} imports {found}"
-            continue
-        other, there = floor(package, found)
-        assert there < here or other == room, f"{name} imports {found}, which stands above or beside it"
+        room, here = floor(package, name)
+        for found in imports(name, MODULES[name]):
+            if not found.startswith(f"{package}.") or found in NAMES:
+                continue
+            if is_other(package, found):
+                wrong += [] if name in COMMANDS else [f"{name} imports {found}"]
+                continue
+            other, there = floor(package, found)
+            if there >= here and other != room:
+                wrong.append(f"{name} imports {found}, which stands above or beside it")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_two_modules_import_each_other():
@@ -170,15 +184,17 @@ def test_no_two_modules_import_each_other():
         waiting = {n: found for n, found in waiting.items() if n not in free}
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}))
-def test_a_listing_is_read_at_a_glance(folder):
-    links = LINKS if folder == FOLDERS["dtensor"] else ()
-    entries = [p for p in folder.iterdir() if p.suffix != ".typed" and not p.name.startswith("__")]
-    entries = [p for p in entries if p.name not in links]
-    entries = [p for p in entries if not p.is_symlink()]  # they stand at the top
-    name = next(n for n, p in MODULES.items() if p == folder / "__init__.py")
-    assert name in LISTS or len(entries) <= ENTRIES, f"{name} holds {len(entries)}"
-    assert ast.get_docstring(parsed(folder / "__init__.py")), f"{name} does not say what it is for"
+def test_a_listing_is_read_at_a_glance():
+    for name, path in MODULES.items():
+        if path.name != "__init__.py":
+            continue
+        links = LINKS if path.parent == FOLDERS["dtensor"] else ()
+        entries = [p for p in path.parent.iterdir() if p.suffix != ".typed" and not p.name.startswith("__")]
+        entries = [p for p in entries if p.name not in links]
+        entries = [p for p in entries if not p.is_symlink()]  # they stand at the top
+        assert name in LISTS or len(entries) <= ENTRIES, f"{name} holds {len(entries)}"
+        assert ast.get_docstring(parsed(path)), f"{name} does not say what it is for"
+    assert {p.parent for p in MODULES.values()} == {p.parent for p in MODULES.values() if p.name == "__init__.py"}
 
 
 PYTHONS = {
@@ -193,13 +209,14 @@ PYTHONS = {
 """Modules that raise errors of Python's own classes -> why. All others raise those of `dtensor.errors`."""
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_errors_are_of_one_tree(name):
+def test_errors_are_of_one_tree():
     builtin = {"ValueError", "TypeError", "RuntimeError", "NotImplementedError", "KeyError", "FileNotFoundError"}
-    raised = [n.exc for n in ast.walk(parsed(MODULES[name])) if isinstance(n, ast.Raise)]
-    classes = [x.func if isinstance(x, ast.Call) else x for x in raised]
-    found = {x.id for x in classes if isinstance(x, ast.Name)} & builtin
-    assert not found or name in PYTHONS, f"{name} raises {found}; write a class of dtensor.errors"
+    wrong = {}
+    for name in MODULES.keys() - PYTHONS.keys():
+        raised = [n.exc for n in nodes(MODULES[name]) if isinstance(n, ast.Raise)]
+        classes = [x.func if isinstance(x, ast.Call) else x for x in raised]
+        wrong[name] = {x.id for x in classes if isinstance(x, ast.Name)} & builtin
+    assert not any(wrong.values()), f"write a class of dtensor.errors: { ({k: v for k, v in wrong.items() if v}) }"
 
 
 UNTESTED = {"errors", "torch_private", "__main__", "stages", "pipeline", "runner", "families", "estimates"}
@@ -213,30 +230,35 @@ def test_tests_mirror_the_rooms(package):
     assert set(missing) <= UNTESTED, f"no tests of {missing} in {folder.relative_to(ROOT)}"
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if n.startswith("dtensor.passes")])
-def test_passes_know_the_graph_the_collectives_and_the_rules(name):
+def test_passes_know_the_graph_the_collectives_and_the_rules():
     allowed = ("dtensor.passes", *[f"dtensor.{m}" for m in PASSES_KNOW])
-    for found in imports(name, MODULES[name]):
-        if found.startswith("dtensor."):
-            assert found.startswith(allowed) or any(m.startswith(found) for m in allowed), f"{name} imports {found}"
+    for name in [n for n in MODULES if n.startswith("dtensor.passes")]:
+        for found in imports(name, MODULES[name]):
+            if found.startswith("dtensor."):
+                assert found.startswith(allowed) or any(m.startswith(found) for m in allowed), f"{name} imports {found}"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_private_torch_stays_in_one_room(name):
-    if name.startswith(PRIVATE):
-        return
-    for node in ast.walk(parsed(MODULES[name])):
+def private_names(name):
+    """What a module names of torch that is not public."""
+    for node in nodes(MODULES[name]):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             chain, inner = [node.attr], node.value
             while isinstance(inner, ast.Attribute):
                 chain, inner = [inner.attr, *chain], inner.value
             if isinstance(inner, ast.Name) and inner.id == "torch" and chain[0] != "ops":
-                raise AssertionError(f"{name}:{node.lineno} names torch.{'.'.join(chain)}")
+                yield f"{name}:{node.lineno} names torch.{'.'.join(chain)}"
     for found in imports(name, MODULES[name]):
         private = found.startswith("torch.") and any(p.startswith("_") and p != "__init__" for p in found.split("."))
-        assert not private, f"{name} imports {found}"
-        if name != "dtensor.tensor.torch_dtensor" or found in imports(name, MODULES[name], top_level_only=True):
-            assert not found.startswith("torch.distributed.tensor"), f"{name} imports {found}"
+        torchs = found.startswith("torch.distributed.tensor") and (
+            name != "dtensor.tensor.torch_dtensor" or found in imports(name, MODULES[name], top_level_only=True)
+        )
+        if private or torchs:
+            yield f"{name} imports {found}"
+
+
+def test_private_torch_stays_in_one_room():
+    wrong = [line for name in MODULES if not name.startswith(PRIVATE) for line in private_names(name)]
+    assert not wrong, "\n".join(wrong)
 
 
 PASSES = tuple(f"dtensor.passes.{room}." for room in ("algebra", "borders", "functional", "overlap"))
@@ -275,7 +297,7 @@ OURS = {
 def writes_of(path):
     """What a module does to graphs: calls by which one is changed, and assignments to what a node calls and reads."""
     helpers = {name: module for module, names in OURS.items() for name in names}
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
             if node.func.attr in WRITES or node.func.attr in OURS.get(owner, ()):
@@ -293,16 +315,18 @@ def writes_of(path):
             yield from ((t.lineno, f"{t.attr} =") for t in written if t not in own)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_only_passes_change_graphs(name):
+def test_only_passes_change_graphs():
     """So each change of a graph has its place in `dtensor.passes.STAGES`, and is verified, dumped and bisected."""
-    if name in CHANGES_GRAPHS:
-        assert list(writes_of(MODULES[name])), f"{name} changes no graph; remove it from CHANGES_GRAPHS"
-    of_graphs = any(found.startswith(("torch.fx", "dtensor.passes")) for found in imports(name, MODULES[name]))
-    if name.startswith(PASSES) or name in CHANGES_GRAPHS or not (of_graphs or "fx" in MODULES[name].read_text()):
-        return
-    found = list(writes_of(MODULES[name]))
-    assert not found, f"{name} changes a graph ({found}); make it a pass of a stage (CONTRIBUTING, Add a pass)"
+    wrong = {}
+    for name, path in MODULES.items():
+        if name in CHANGES_GRAPHS:
+            assert list(writes_of(path)), f"{name} changes no graph; remove it from CHANGES_GRAPHS"
+        of_graphs = any(found.startswith(("torch.fx", "dtensor.passes")) for found in imports(name, path))
+        if name.startswith(PASSES) or name in CHANGES_GRAPHS or not (of_graphs or "fx" in path.read_text()):
+            continue
+        if found := list(writes_of(path)):
+            wrong[name] = found
+    assert not wrong, f"{wrong}: make each change of a graph a pass of a stage (CONTRIBUTING, Add a pass)"
 
 
 def test_top_level_folders_cannot_be_imported_as_such():
@@ -339,7 +363,7 @@ def test_a_clone_without_links_works_alike(tmp_path):
     for name in LINKS:
         (tmp_path / "dtensor" / name).unlink()
         (tmp_path / "dtensor" / name).write_text(f"../{name}")
-    code = [sys.executable, "-c", WITHOUT_LINKS]
+    code = [python(), "-c", WITHOUT_LINKS]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -362,7 +386,7 @@ def test_torch_outside_the_range_is_one_clear_error():
 def test_the_version_is_checked_before_anything_private_is_imported():
     """On another release private names may be missing: the error must still be the clear one."""
     code = "import sys, torch; torch.__version__ = '2.12.0'; sys.modules['torch._decomp'] = None; import dtensor"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([python("torch"), "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
     assert "ImportError: dtensor supports torch >=2.13,<2.16 but torch 2.12.0 is installed" in done.stderr
 
@@ -378,7 +402,7 @@ for name in (*dtensor._ON_DEMAND, *dtensor.__all__):
     assert getattr(dtensor, name) is vars(dtensor)[name], name
 assert {*modules.values()} <= {*sys.modules}
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+    run(code)
 
 
 MODULES_OF_IMPORT = 230
@@ -386,9 +410,9 @@ MODULES_OF_IMPORT = 230
 
 
 def run(code):
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    """Run a program in a process that has imported torch alone, as all of them begin with that."""
+    done = subprocess.run([python("torch"), "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_what_is_slow_to_import_waits_until_it_is_needed():

@@ -478,14 +478,58 @@ _fake = _Fake()
 
 
 def _outputs(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Output | None, ...], bool]:
-    """Global shape, stride and dtype of each output, and whether there are many, from a run on fake global tensors."""
-    locals_: list[torch.Tensor] = []
-    mapped([args, list(kwargs.values())], lambda t: locals_.append(t._local_tensor))
+    """Global shape, stride and dtype of each output, and whether there are many, from a run on fake global tensors.
+
+    They are the same for all layouts, so torch's operators run once for arguments of equal sizes.
+    """
+    run: Any = SHAPES.get(func._schema.name, func)
     symbolic = not all(_is_static(a) for a in (*args, *kwargs.values()))
+    parts: list[Any] = [run, torch.get_default_dtype(), *kwargs]
+    if symbolic or func.namespace not in ("aten", "prims") or not _sizes_in(parts, (*args, *kwargs.values())):
+        return _made_by(run, args, kwargs, symbolic)
+    key = tuple(parts)
+    known = _known_outputs.get(key)
+    if known is None:
+        if len(_known_outputs) >= MOST_OUTPUTS:
+            _known_outputs.clear()
+        known = _known_outputs[key] = _made_by(run, args, kwargs, symbolic)
+    return known
+
+
+MOST_OUTPUTS = 10_000
+"""As many outputs are kept."""
+
+_known_outputs: dict[tuple[Any, ...], tuple[tuple[Output | None, ...], bool]] = {}
+
+
+def _sizes_in(parts: list[Any], given: Any) -> bool:
+    """Append to `parts` what outputs follow from; False if that is more than a key can hold."""
+    for a in given:
+        kind = type(a)
+        if is_dtensor(a):
+            s = a._spec
+            parts += (kind, s.shape, s.stride, s.dtype, a._local_tensor.device)
+        elif kind in (list, tuple):
+            parts += (kind, len(a))
+            if not _sizes_in(parts, a):
+                return False
+        elif a is None or kind in _IN_A_KEY:
+            parts += (kind, a)
+        else:
+            return False
+    return True
+
+
+_IN_A_KEY = (int, float, bool, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _made_by(run: Any, args: Any, kwargs: Any, symbolic: bool) -> tuple[tuple[Output | None, ...], bool]:
+    locals_: list[torch.Tensor] = []
+    if symbolic:
+        mapped([args, list(kwargs.values())], lambda t: locals_.append(t._local_tensor))
     mode = detect_fake_mode(locals_) if symbolic else None
     with without_torch(), disable_current_modes(), mode or _fake.mode, torch.no_grad():
         given = _faked(args, kwargs)
-        run: Any = SHAPES.get(func._schema.name, func)
         made = run(*given[0], **given[1])
     many = isinstance(made, (list, tuple))
     results = made if many else (made,)

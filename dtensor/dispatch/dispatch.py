@@ -371,15 +371,16 @@ def _run(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: di
         return KINDS[decision.kind](func, args, kwargs)
     if decision.writes:
         return _run_and_write_back(decision, func, args, kwargs)
-    if decision.moves:
-        if strictness.active():
-            strictness.check(decision, func, args, kwargs)
-        moves = iter(decision.moves)
-        local_args = [_localized(a, moves) for a in args]
-        local_kwargs = {k: _localized(a, moves) for k, a in kwargs.items()}
-    else:
-        local_args = [_local_of(a) for a in args]
-        local_kwargs = {k: _local_of(a) for k, a in kwargs.items()}
+    if decision.moves and strictness.active():
+        strictness.check(decision, func, args, kwargs)
+    moves = iter(decision.moves)
+
+    def localized(x: Any) -> torch.Tensor:
+        target = next(moves, None)
+        return x._local_tensor if target is None else redistribute_local(x._local_tensor, x._spec, target)
+
+    local_args = [mapped(a, localized) for a in args]
+    local_kwargs = {k: mapped(a, localized) for k, a in kwargs.items()}
     if decision.replace:
         changed, local_kwargs = replaced(func, local_args, local_kwargs, decision.replace)
         local_args = list(changed)
@@ -423,24 +424,6 @@ def _moved(x: Any, target: Layout | None) -> Any:
     if target is None:
         return x
     return wrap(redistribute_local(x._local_tensor, x._spec, target), x._spec.with_layout(target))
-
-
-def _local_of(a: Any) -> Any:
-    if isinstance(a, DTensorType):
-        return a._local_tensor
-    if isinstance(a, (list, tuple)):
-        return [_local_of(item) for item in a]
-    return a
-
-
-def _localized(a: Any, moves: Any) -> Any:
-    if isinstance(a, DTensorType):
-        target = next(moves, None)
-        local = a._local_tensor
-        return local if target is None else redistribute_local(local, a._spec, target)
-    if isinstance(a, (list, tuple)):
-        return [_localized(item, moves) for item in a]
-    return a
 
 
 __all__ = ["KINDS", "dispatch", "forget", "install", "mesh_of", "run", "with_plain_wrapped"]

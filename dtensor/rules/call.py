@@ -83,21 +83,6 @@ class Call:
         """The argument called `name` in the operator's schema, its default if it was not given."""
         return argument(self.func, self.args, self.kwargs, name)
 
-    def operands_at(self, arguments: Iterable[int]) -> frozenset[int] | None:
-        """Operand indices of the arguments at these schema positions; None if one of them is not a DTensor."""
-        names = [a.name for a in self.func._schema.arguments]
-        found: dict[int, int] = {}
-        count = 0
-        for position, name in enumerate(names):
-            given = self[name]
-            if isinstance(given, list) and len(given) == 1:
-                (given,) = given
-            if isinstance(given, Spec):
-                found[position] = count
-                count += 1
-        wanted = tuple(arguments)
-        return frozenset(found[p] for p in wanted) if all(p in found for p in wanted) else None
-
     @property
     def wanted(self) -> tuple[Output | None, ...]:
         """The outputs, with None for those that `output_mask` excludes; not every fake kernel respects the mask."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..torch_private.compiling import leave_guards_untimed
+from ..torch_private.compiling import compile_quickly
 from .process_reset import Beginning
 from .references import FunctionReference
 
@@ -130,9 +130,10 @@ def rank_main(pipe: Connection) -> None:
     """Run the jobs that arrive through `pipe`, one after another, until its other end is closed.
 
     A job is a pair (rank, `ChildJob`). A rank that has finished stays in its process group until the parent writes
-    `LEAVE`, so that peers can still communicate with it. Dynamo does not time its guards in these processes.
+    `LEAVE`, so that peers can still communicate with it. What changes no result is left out of
+    compilations in these processes.
     """
-    leave_guards_untimed()
+    compile_quickly()
     torch.manual_seed(0)  # torch seeds a process at random, and not all ranks are forked by the same one
     beginning = Beginning()
     while (message := received(pipe)) is not None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -452,9 +453,34 @@ def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager[Any]:
     return torch._dynamo.config.patch(assume_static_by_default=not wanted)
 
 
-def leave_guards_untimed() -> None:
-    """Stop Dynamo from measuring the latency of guards, for which it flushes the CPU caches for each graph."""
+def compile_quickly() -> None:
+    """Leave out of compilations what costs time and changes no result, for tests.
+
+    Dynamo measures the latency of guards, for which it flushes the CPU caches for each graph; those that it writes in
+    Python it makes fast, for which it parses and prints each expression several times. AOTAutograd writes out each
+    graph, also where nobody listens.
+    """
     dynamo_guards.profile_guard_manager = lambda *_: 0.0
+    common: Any = dynamo_guards.PyExprCSEPass
+    common.count, common.replace = lambda *_: None, lambda _, expression: ([], expression)
+    from torch._functorch._aot_autograd import graph_compile
+
+    listened_to = [graph_compile.aot_joint_log, graph_compile.aot_graphs_log]
+    for name, silent in (("_log_joint_graph", None), ("_log_fw_bw_graphs", (None, None))):
+        own = getattr(graph_compile, name)
+        if not hasattr(own, "__wrapped__"):
+            setattr(graph_compile, name, _if_heard(own, silent, listened_to))
+
+
+def _if_heard(own: Callable[..., Any], silent: Any, logs: list[logging.Logger]) -> Callable[..., Any]:
+    """`own` where someone listens to `logs` or records traces; a function that returns `silent` elsewhere."""
+
+    @functools.wraps(own)
+    def logged(*args: Any) -> Any:
+        heard = logging.getLogger(TRACE_LOG).handlers or any(log.isEnabledFor(logging.INFO) for log in logs)
+        return own(*args) if heard else silent
+
+    return logged
 
 
 def compiler_settings() -> dict[Any, dict[str, Any]]:
@@ -493,13 +519,13 @@ __all__ = [
     "boxed",
     "check_results",
     "check_settled",
+    "compile_quickly",
     "compiler_settings",
     "dynamo_counters",
     "get_hash_for_files",
     "inductor_compile",
     "inductor_config",
     "is_within",
-    "leave_guards_untimed",
     "leave_missing",
     "lower_as_collective",
     "observed_graphs",

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor
 from dtensor import Partial, Replicate, Shard, distribute_tensor, explain, init_device_mesh
-from dtensor.dispatch import dispatch
+from dtensor.dispatch import decision, dispatch
 from dtensor.mesh import tensor_spec
 from dtensor.mesh.caches import clear_caches
 from dtensor.testing import CountCollectives, fake_ranks, with_threads
@@ -276,3 +276,37 @@ def test_what_is_decided_in_a_trace_is_known_in_the_next(mesh, monkeypatch):
     prepared = list(dispatch._cache.values())
     kept = [*tensor_spec._interned.values(), *[s for p in prepared for s in p.decision.outputs if s is not None]]
     assert all(s.mesh is mesh and s.real is None for s in kept)
+
+
+def test_outputs_are_worked_out_once_for_all_layouts(mesh, monkeypatch):
+    """By all that they follow from: sizes, dtypes and numbers, also of what is in lists, and the default dtype."""
+    run, own = [], decision._made_by
+    monkeypatch.setattr(decision, "_made_by", lambda func, *given: run.append(func) or own(func, *given))
+    monkeypatch.setattr(decision, "_known_outputs", {})
+
+    def told(func, *sizes, dtype=None, **kwargs):
+        """The shape and dtype in each layout, and how often torch was asked."""
+        run.clear()
+        whole = [torch.ones(n, dtype=dtype) for n in sizes]
+        found = set()
+        for placement in (Replicate(), Shard(0), Shard(1), Partial()):
+            clear_caches()
+            out = func(*[distribute_tensor(x, mesh, [placement]) for x in whole], **kwargs)
+            out = out if isinstance(out, torch.Tensor) else out[0]
+            found.add((tuple(out.shape), out.dtype))
+        return found, len(run)
+
+    assert told(torch.asinh, (6, 10)) == ({((6, 10), torch.float32)}, 1)
+    assert told(torch.asinh, (6, 11)) == ({((6, 11), torch.float32)}, 1)
+    assert told(torch.asinh, (6, 10)) == ({((6, 10), torch.float32)}, 0)
+    assert told(lambda x, y: torch.cat([x, y], 1), (6, 10), (6, 4)) == ({((6, 14), torch.float32)}, 1)
+    assert told(lambda x, y: torch.cat([x, y], 1), (6, 4), (6, 4)) == ({((6, 8), torch.float32)}, 1)
+    assert told(lambda x: x.sum(1, keepdim=True), (6, 10)) == ({((6, 1), torch.float32)}, 1)
+    assert told(lambda x: x.sum(1, keepdim=False), (6, 10)) == ({((6,), torch.float32)}, 1)
+    halves = {((6, 10), torch.float32)}, 1
+    assert told(lambda x: x / 2, (6, 10), dtype=torch.int64) == halves
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert told(lambda x: x / 2, (6, 10), dtype=torch.int64) == ({((6, 10), torch.float64)}, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -1,6 +1,6 @@
-"""The server that programs are forked from: `python server.py FOLDER` listens at the socket FOLDER/socket.
+"""The server that programs are forked from: `python server.py FOLDER MODULE...` listens at the socket FOLDER/socket.
 
-It imports torch and what of it this library imports, and no more. For each command that a client sends it forks a
+It imports these modules, and no more. For each command that a client sends it forks a
 process, tells the client its exit code, passes on the signals that the client sends, and kills it if the client dies.
 It ends when its standard input is closed.
 """
@@ -20,9 +20,6 @@ import sys
 import types
 import warnings
 from typing import Any
-
-PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor", "numpy.random"]
-"""Of these `import torch, dtensor` and the first compilation take their time."""
 
 READ_AT_IMPORT = ("TORCH", "PYTORCH", "OMP_", "MKL_", "PYTHON")
 """Prefixes of environment variables that Python or what is preloaded may have read; where one is another than here,
@@ -152,10 +149,12 @@ def run(command: Command, path: list[str]) -> None:
 
 if __name__ == "__main__":
     installed = sys.path[1:]
-    for name in PRELOADED:
+    gc.disable()
+    for name in sys.argv[2:]:
         importlib.import_module(name)
     assert "dtensor" not in sys.modules, "this library is to read its environment anew in each program"
     assert len(os.listdir("/proc/self/task")) == 1, "threads would not be there in forked processes"
+    gc.enable()
     gc.collect()
     gc.freeze()
     server = Server(sys.argv[1])

@@ -99,23 +99,6 @@ def spec(*shape):
     return Spec(None, Layout.make(1, ((),) * len(shape), ()), shape, (1,) * len(shape), torch.float32, True)
 
 
-def test_operands_by_position():
-    x, y = spec(2), spec(3)
-    call = Call(aten.where.self, (x, y, 3), {}, [x, y])
-    assert call.operands_at({0}) == {0}
-    assert call.operands_at({1}) == {1}
-    assert call.operands_at((0, 1)) == {0, 1}
-    assert call.operands_at({2}) is None
-    assert call.operands_at({0, 2}) is None
-    call = Call(aten.where.self, (3, x, y), {}, [x, y])
-    assert call.operands_at({1, 2}) == {0, 1}
-    assert call.operands_at({2}) == {1}
-    one = Call(aten._foreach_add.List, ([x], [y]), {}, [x, y])
-    assert one.operands_at({1}) == {1}
-    two = Call(aten._foreach_add.List, ([x, x], [y, y]), {}, [x, x, y, y])
-    assert two.operands_at({1}) is None
-
-
 def test_a_call_by_name():
     call = Call(aten.add_.Tensor, (spec(2), 3), {}, [spec(2)])
     assert (call.name, call["alpha"], call["other"]) == ("add", 1, 3)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtensor.testing.generated import products_while_under_way, starts_and_waits
+from tests.testing.generated import products_while_under_way, starts_and_waits
 
 C10D = "torch.ops._c10d_functional"
 LINES = [

@@ -27,7 +27,7 @@ from ...errors import ArgumentTypeError
 from ...job.job import job, leave
 from ...program.source_lines import is_users
 from ...tensor.tensor import DTensor
-from ...torch_private.compiling import leave_guards_untimed
+from ...torch_private.compiling import compile_quickly
 from ..child import STACKS_SIGNAL, Failure, Surroundings, received
 from . import by_value
 
@@ -95,7 +95,7 @@ def rank_main(pipe: Connection, output: Connection, errors: Connection) -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")  # where the globals of the parent's `__main__` arrive
     multiprocessing.set_start_method(None, force=True)  # that of any program, for a DataLoader's workers
     logging.getLogger("dtensor").addFilter(_is_news)
-    leave_guards_untimed()
+    compile_quickly()
     start: Start = pickle.loads(pipe.recv_bytes())
     with start.around.stacks_file(start.rank).open("w") as stacks:
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)

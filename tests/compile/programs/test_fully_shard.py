@@ -12,7 +12,7 @@ from dtensor import DTensor, Shard, init_device_mesh
 from dtensor.compile import statistics
 from dtensor.parallel import ColwiseParallel, MixedPrecisionPolicy, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.testing import CountCollectives, with_ranks
-from dtensor.testing.generated import products_while_under_way, starts_and_waits
+from tests.testing.generated import products_while_under_way, starts_and_waits
 
 LAYERS, WIDTH = 3, 16
 

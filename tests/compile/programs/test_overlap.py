@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 from dtensor import Replicate, Shard, distribute_tensor
 from dtensor.compile import report, statistics
 from dtensor.testing import ModelArgs, Transformer
-from dtensor.testing.generated import products_while_under_way, starts_and_waits
+from tests.testing.generated import products_while_under_way, starts_and_waits
 
 WIDTH, LAYERS = 64, 3
 A_LAYER_AHEAD = "SS" + "WmS" * (2 * LAYERS - 2) + "WmWm"

@@ -13,7 +13,7 @@ from dtensor import DTensor, Shard, init_device_mesh
 from dtensor.compile import statistics
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dtensor.testing import ModelArgs, Transformer, with_ranks
-from dtensor.testing.generated import products_while_under_way
+from tests.testing.generated import products_while_under_way
 
 WIDTH = 32
 

@@ -1,6 +1,7 @@
 """The manifest and what is made of it: the timeline, the lock, the diff, the summary, the formula, the report."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from dtensor.mesh.mesh import facts
 from dtensor.parallel.fsdp.sharded_module import sharded_class
 from dtensor.passes.graph.source import module, module_class, place, source
 from dtensor.prices.links import DEFAULT, terms
+from dtensor.torch_private.compiling import TRACE_LOG
 from dtensor.torch_private.core import c10d, make_fx
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -359,7 +361,8 @@ def test_summary_and_report(mesh, tmp_path):
         dtensor.compile.report(extra)
 
 
-def test_logs_and_trace(mesh, caplog):
+def test_logs_and_trace(mesh, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(TRACE_LOG), "handlers", [caplog.handler])
     x = distribute_tensor(torch.ones(4), mesh, [S0])
     torch.compiler.reset()
     with caplog.at_level("DEBUG", LOG.name):

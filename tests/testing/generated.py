@@ -2,7 +2,7 @@
 
 import re
 
-from ..errors import ArgumentError
+from dtensor.errors import ArgumentError
 
 _CALL = re.compile(
     r"(?:(?P<result>\w+) = )?torch\.ops\._c10d_functional\.(?P<op>\w+)\.default\((?P<first>\w+)"
