@@ -207,7 +207,7 @@ class Best:
                 continue
             ways = self._wanted(out, solution)
             for s in sorted(ways, key=str) if len(ways) > 1 else ():
-                if run.seconds * (1 - self.gap) <= bound:
+                if run.least * (1 - self.gap) <= bound:
                     return made, run
                 if s == made.borders[decided[step]][way] or (not way and any(isinstance(x, str) for x in s)):
                     continue
@@ -320,7 +320,7 @@ class Best:
             fitting = [s for s in states if all(fits(s, step.like.operands[0].shape, self.sizes) for step in group)]
             for s in fitting:
                 for way in (0, 1):  # the tensor itself, or its gradient
-                    if run.seconds * (1 - self.gap) <= bound:
+                    if run.least * (1 - self.gap) <= bound:
                         return made, run
                     if way == 0 and any(isinstance(x, str) for x in s):
                         continue
