@@ -1,9 +1,9 @@
 """When a graph computes and when it communicates: simulates its schedule on one rank, with estimated times.
 
 Nodes run in graph order, in the two streams of `dtensor.prices.streams`. A wait blocks computation until its collective
-has ended, and the time blocked is the exposed part of the collective. A collective that is not split into start and wait
-is exposed entirely. Where sending takes a part of the processor from computation, as over gloo, that part of a collective
-is exposed whatever is computed meanwhile (`Machine.taken`).
+has ended, and the time blocked is the exposed part of the collective. A collective that is not split into start and
+wait is exposed entirely. Where sending takes a part of the processor from computation, as over gloo, that part of a
+collective is exposed whatever is computed meanwhile (`Machine.taken`).
 
 Times come from `dtensor.prices.links`, with the links of the known meshes, and from `estimate` for local operators.
 Memory is what this rank holds: inputs of a step stay until its end, and any other tensor is freed after its last use.

@@ -18,6 +18,7 @@ from ..stages import Pass
 
 aten: Any = ir.aten
 
+
 class Bucket(Pass):
     """Merges started collectives over one group, of one dtype and one reduction, to one collective on all their
     elements.
@@ -42,9 +43,10 @@ class Bucket(Pass):
 
     Only collectives that `lower` made take part; those that others started and `raise` left stay as they are. A
     collective joins a bucket if copying it in and out takes less time than starting it, and if the bucket has room
-    left: a large collective already uses the link well and gains nothing by waiting for others (`prices/overlap.py`). No result in
-    the bucket may be needed before all of the bucket can start, because overlap is not given up for fewer starts. Large
-    buckets do not wait for collectives that are ready later, even if no result is needed sooner, as with gradients.
+    left (`prices/overlap.py`): a large collective already uses the link well and gains nothing by waiting for others.
+    No result in the bucket may be needed before all of the bucket can start, because overlap is not given up for fewer
+    starts. Large buckets do not wait for collectives that are ready later, even if no result is needed sooner, as with
+    gradients.
 
     Each rank finds its place in the buffer when the graph runs. Decisions use the sizes on the rank that sends most, so
     that all ranks decide the same. Collectives with symbolic sizes are left alone, and so is memory that is written to.

@@ -96,7 +96,7 @@ class Best:
             program = self._program(memory, over, below)
             solution = program.solve(gap=self.gap, limit=self._limit())
             if turn == 0:  # others count memory roughly
-                bound = program.bound
+                bound = program.bound + self.engine.comparing
             if solution is None and turn == 0:  # nothing is faster than what takes more memory than there is
                 continue
             if solution is None and over > 1.1 * loose:  # others may hold less beside what the program counts

@@ -99,6 +99,9 @@ class Engine:
         steps: the step.
         choices: the mesh and its options.
         regime: how it is run.
+
+    Attributes:
+        comparing: seconds in which ranks compare their inputs, whatever the placements.
     """
 
     def __init__(self, steps: Steps, choices: Choices, regime: Regime = USUAL) -> None:
@@ -111,6 +114,7 @@ class Engine:
         self.whole: State = (None,) * self.axes
         self._chosen: dict[Any, tuple[tuple[State, ...], tuple[State | None, ...], int, float, float]] = {}
         self._ends = Ends(steps)
+        self.comparing: float = self._comparing()
 
     def local(self, v: Value, state: State) -> float:
         """Bytes of a tensor that a rank holds."""
@@ -145,7 +149,7 @@ class Engine:
             start -= mine if trained else 0.0  # its gradient, until there is one
             if trained:
                 made.updating += seconds_of_optimizer(mine, self.choices.machine, self.kept)
-        self._compare_inputs(forward, states)
+        self._compare_inputs(made, states)
         for index, op in enumerate(self.steps.tape.ops):
             step = self.steps.of[op]
             if step.plain:
@@ -222,16 +226,19 @@ class Engine:
         made.seconds = forward.seconds() + backward.seconds() + made.updating
         return made
 
-    def _compare_inputs(self, forward: Half, states: dict[Value, State]) -> None:
+    def _compare_inputs(self, made: Run, states: dict[Value, State]) -> None:
         """A step begins with sums of all inputs, which the ranks compare (`dtensor.parallel.checks.input_check`)."""
-        network, inputs = self.choices.network, self.steps.tape.of_kind(INPUT).values()
+        for v in self.steps.tape.of_kind(INPUT).values() if self.comparing else ():
+            made.forward.compute(0, self.choices.machine.seconds(0.0, self.local(v, states[v]), v.dtype))
+        made.forward.wait(0, self.comparing, -1)
+        made.waiting += self.comparing
+
+    def _comparing(self) -> float:
+        network, count = self.choices.network, len(self.steps.tape.of_kind(INPUT))
         axes = tuple([a for a, n in enumerate(network.sizes) if n > 1])
-        for v in inputs if axes else ():
-            forward.compute(0, self.choices.machine.seconds(0.0, self.local(v, states[v]), v.dtype))
-        together = len(axes) < 2 or axes in network.merged
-        for group in [axes] if together and axes and inputs else [(a,) for a in axes] if inputs else ():
-            fixed, per_byte = network.terms("all_reduce", group)
-            forward.wait(0, fixed + per_byte * SUMS * len(inputs), -1)
+        groups = [axes] if len(axes) == 1 or axes in network.merged else [(a,) for a in axes]
+        every = [network.terms("all_reduce", group) for group in groups if count]
+        return sum([fixed + per_byte * SUMS * count for fixed, per_byte in every])
 
     def _gather(self, made: Run, memory: Memory, index: int, v: Value, a: State, b: State, *, views: bool) -> None:
         """Move a parameter, or a view of one, for an operator; `views`: and for what reads views of it later. If it is

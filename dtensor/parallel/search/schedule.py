@@ -59,7 +59,7 @@ class Half:
         self.beside: float = 0.0
         self.taken: float = 0.0
         self._events: list[tuple[int, float, float, float]] = []  # index, computed, then moved, of the processor taken
-        self._sent: list[tuple[int, int, int]] = []  # index, that of the operator that makes what is sent, and of events
+        self._sent: list[tuple[int, int, int]] = []  # index, that of what makes what is sent, that of the event
         self._ahead = 0.0  # bytes of the largest collective, as many as those of one kind in flight may have together
         self._shared: tuple[list[_Shared], list[_Shared]] = [], []
 
