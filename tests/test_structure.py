@@ -329,6 +329,19 @@ def test_only_passes_change_graphs():
     assert not wrong, f"{wrong}: make each change of a graph a pass of a stage (CONTRIBUTING, Add a pass)"
 
 
+def undocumented():
+    """Public functions and classes of modules without a docstring; of several `overload`s the last has it."""
+    for name, path in modules():
+        last = {node.name: node for node in parsed(path).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        for node in last.values():
+            if not node.name.startswith("_") and ast.get_docstring(node) is None:
+                yield f"{name}.{node.name}"
+
+
+def test_public_functions_and_classes_have_docstrings():
+    assert list(undocumented()) == []
+
+
 def test_top_level_folders_cannot_be_imported_as_such():
     for folder in LINKS:
         done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)

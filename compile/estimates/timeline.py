@@ -1,10 +1,9 @@
 """When a graph computes and when it communicates: simulates its schedule on one rank, with estimated times.
 
-Nodes run in graph order. Computation is one stream; communication is another one, in which collectives run in the order
-of their starts. A wait blocks computation until its collective has ended, and the time blocked is the exposed part of
-the collective. A collective that is not split into start and wait is exposed entirely. Where sending takes the
-processor from computation, as over gloo, that part of a collective is exposed wherever it is waited for
-(`Machine.taken`).
+Nodes run in graph order, in the two streams of `dtensor.prices.streams`. A wait blocks computation until its collective
+has ended, and the time blocked is the exposed part of the collective. A collective that is not split into start and
+wait is exposed entirely. Where sending takes a part of the processor from computation, as over gloo, that part of a
+collective is exposed whatever is computed meanwhile (`Machine.taken`).
 
 Times come from `dtensor.prices.links`, with the links of the known meshes, and from `estimate` for local operators.
 Memory is what this rank holds: inputs of a step stay until its end, and any other tensor is freed after its last use.
@@ -18,6 +17,7 @@ from torch import fx
 from dtensor.passes.graph import groups, ir
 from dtensor.passes.graph.ordered import called
 from dtensor.passes.graph.text import target_name
+from dtensor.prices.streams import Flight, Streams
 
 from . import estimate
 from .traffic import Sent, bytes_of, is_wait, sent
@@ -56,6 +56,7 @@ class Timeline:
         gaps: seconds of computation before each entry of `order`, from the one before on.
         taken: for each collective the part of its time that sending takes from computation.
         seconds: when the graph ends.
+        computing: seconds of computation where nothing is sent.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -64,16 +65,12 @@ class Timeline:
     gaps: list[float] = field(default_factory=list)
     taken: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    computing: float = 0.0
 
     @property
     def exposed(self) -> float:
         """Seconds in which the rank only waits for others."""
         return sum([s.exposed for s in self.spans])
-
-    @property
-    def computing(self) -> float:
-        """Seconds of computation."""
-        return sum([s.end - s.start for s in self.spans if not s.communicates])
 
     @property
     def communicating(self) -> float:
@@ -97,34 +94,23 @@ def seconds_of(s: Sent) -> float:
     return groups.seconds(op, s.size, s.group) if s.ranks else 0.0
 
 
-@dataclass
-class _Flight:
-    """A collective that has started; `least` is the part that is exposed in any case."""
-
-    name: str
-    start: float
-    end: float
-    number: int
-    least: float = 0.0
-    exposed: float = 0.0
-
-
 class _Run:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.machine = graph, estimate.machine_of(graph)
-        self.now, self.free, self.count, self.computed = 0.0, 0.0, 0, 0.0
-        self.flights: dict[fx.Node, _Flight] = {}
+        self.streams, self.computed = Streams(), 0.0
+        self.started: dict[fx.Node, int] = {}
+        self.flights: list[tuple[str, Flight]] = []
         self.made = Timeline()
         self.memory, self.took = _Memory(graph), estimate.seconds(graph, self.machine)
 
     def done(self) -> Timeline:
         for node in self.graph.nodes:
             self.step(node)
-            self.made.memory.append((self.now, self.memory.after(node)))
-        for f in self.flights.values():
-            self.made.spans.append(Span(f.name, True, f.start, f.end, f.exposed, f.number))
+            self.made.memory.append((self.streams.now, self.memory.after(node)))
+        for k, (name, f) in enumerate(self.flights):
+            self.made.spans.append(Span(name, True, f.start, f.end, f.exposed, k))
         self.made.spans.sort(key=lambda s: (s.start, s.end))
-        self.made.seconds = max([self.now, *[f.end for f in self.flights.values()]])
+        self.made.seconds = self.streams.end
         return self.made
 
     def step(self, node: fx.Node) -> None:
@@ -135,32 +121,30 @@ class _Run:
             self.communicate(node, found)
         elif is_wait(called(node)[0]):
             self.wait(node)
-        else:
-            took = self.took.get(node, 0.0)
-            if took:
-                self.made.spans.append(Span(target_name(called(node)[0]), False, self.now, self.now + took))
-                self.now += took
-                self.computed += took
+        elif took := self.took.get(node, 0.0):
+            begin = self.streams.now
+            self.streams.compute(took)
+            self.made.spans.append(Span(target_name(called(node)[0]), False, begin, self.streams.now))
+            self.made.computing += took
+            self.computed += took
 
     def communicate(self, node: fx.Node, found: Sent) -> None:
-        begin = max(self.now, self.free)
-        took = seconds_of(found)
         taken = self.machine.taken(groups.link(found.group), _only_leaves(node))
-        flight = _Flight(found.op, begin, begin + took, self.count, took * taken)
-        self.flights[node], self.free, self.count = flight, flight.end, self.count + 1
+        k = self.started[node] = len(self.flights)
+        self.flights.append((found.op, self.streams.start(seconds_of(found), taken)))
         self.made.taken.append(taken)
-        self.mark(flight.number)
+        self.mark(k)
         if not found.starts:
-            self.land(flight)
+            self.streams.wait(self.flights[k][1])
 
     def wait(self, node: fx.Node) -> None:
         todo = list(called(node)[1])
         while todo:
             x = todo.pop()
             if isinstance(x, fx.Node):
-                if x in self.flights:
-                    self.mark(~self.flights[x].number)
-                    self.land(self.flights[x])
+                if x in self.started:
+                    self.mark(~self.started[x])
+                    self.streams.wait(self.flights[self.started[x]][1])
                     return
                 todo += x.all_input_nodes if ir.aliases(x) else []
 
@@ -168,11 +152,6 @@ class _Run:
         self.made.order.append(entry)
         self.made.gaps.append(self.computed)
         self.computed = 0.0
-
-    def land(self, flight: _Flight) -> None:
-        late = max(0.0, flight.end - self.now, flight.least - flight.exposed)
-        flight.exposed += late
-        self.now += late
 
 
 class _Memory:
@@ -251,23 +230,15 @@ def replayed(
     Returns:
         When the graph ends, and the exposed seconds of each collective.
     """
-    now, free, ends, exposed, waited = 0.0, 0.0, [0.0] * len(took), [0.0] * len(took), set(order)
-
-    def land(k: int) -> None:
-        nonlocal now
-        late = max(0.0, ends[k] - now, took[k] * taken[k] - exposed[k])
-        exposed[k] += late
-        now += late
-
+    streams, waited, flights = Streams(), set(order), dict[int, Flight]()
     for entry, gap in zip(order, gaps, strict=True):
-        now += gap
-        if entry < 0:
-            land(~entry)
-            continue
-        ends[entry] = free = max(now, free) + took[entry]
-        if ~entry not in waited:
-            land(entry)
-    return max(now + computing - sum(gaps), free), exposed
+        streams.compute(gap)
+        if entry >= 0:
+            flights[entry] = streams.start(took[entry], taken[entry])
+        if entry < 0 or ~entry not in waited:
+            streams.wait(flights[entry if entry >= 0 else ~entry])
+    streams.compute(computing - sum(gaps))
+    return streams.end, [flights[k].exposed for k in range(len(took))]
 
 
 __all__ = ["Span", "Timeline", "replayed", "seconds_of", "timeline"]

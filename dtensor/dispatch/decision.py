@@ -132,7 +132,17 @@ def is_dtensor(a: Any) -> bool:
 def decide(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], layouts: OperatorLayouts | None = None
 ) -> Decision:
-    """Decide how a call runs: in the `layouts` decided for it, if its rule allows them, else as is cheapest."""
+    """Decide how a call runs, from its operator, its plain arguments and the specs of its operands.
+
+    Args:
+        func, args, kwargs: the call.
+        layouts: what was decided for it in a whole graph; None, or where its rule does not allow them: as is cheapest.
+
+    Raises:
+        MixedTensorError: a plain tensor that may differ between ranks is among the arguments.
+        MeshError: operands are on different meshes.
+        OperatorError: the operator would have to change the layout of a tensor that it writes to.
+    """
     name = func._schema.name
     if name.startswith(FOREACH):
         return Decision(kind="foreach")
@@ -458,6 +468,7 @@ def _real_spec(x: Any) -> Spec:
 
 
 def mapped(a: Any, of: Callable[[Any], Any]) -> Any:
+    """An argument with `of(x)` in place of each DTensor x; of lists and tuples, a list."""
     if is_dtensor(a):
         return of(a)
     if isinstance(a, (list, tuple)):

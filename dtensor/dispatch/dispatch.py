@@ -66,6 +66,15 @@ def install(cls: type, make: Callable[[torch.Tensor, Spec], torch.Tensor]) -> No
     view_copies.install(make)
 
 
+DEVICE = 7
+
+
+def wrapper_of(spec: Spec, device: torch.device) -> tuple[Any, ...]:
+    """What makes the outside of a DTensor: arguments of `make_wrapper_subclass`, the one at DEVICE its device."""
+    usual = (False, False, None, False, False, OWN_KEYSET)
+    return DTensorType, spec.shape, spec.unusual_stride, None, None, spec.dtype, strided, device, *usual
+
+
 def dispatch(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """Run `func` on arguments of which at least one is a DTensor; this is `DTensor.__torch_dispatch__`.
 
@@ -129,11 +138,10 @@ def dispatch(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: d
     if copies:
         freshen((), func, args, kwargs or {})
     made = prepared.call(*local, **kwargs) if kwargs else prepared.call(*local)
-    # As `wrap`, without its frame.
-    shape, stride, dtype, device = spec.shape, spec.unusual_stride, spec.dtype, made.device
-    out = make_wrapper_subclass(
-        DTensorType, shape, stride, None, None, dtype, strided, device, False, False, None, False, False, OWN_KEYSET
-    )
+    wrapper = prepared.wrapper  # as `wrap`, without its frame
+    if (device := made.device) != wrapper[DEVICE]:
+        prepared.wrapper = wrapper = wrapper_of(spec, device)
+    out = make_wrapper_subclass(*wrapper)
     out._local_tensor = made
     out._spec = spec
     out.device_mesh = spec.mesh

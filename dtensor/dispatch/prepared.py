@@ -31,12 +31,13 @@ class Prepared:
         local: the decision's function that runs in place of the operator.
         is_view: whether the result is a view, or a copy in place of one, which is to be remembered.
         spec: the spec of the result, if the call makes nothing else and writes to nothing; None otherwise.
+        wrapper: what `dispatch` made the last result's outside with, of which the device may change.
         moves: where an operand is that is redistributed, and the redistribution.
         fixed: the local arguments that are the same in each call, by their position.
         is_whole: whether this form covers the call; otherwise it is carried out step by step (`dispatch.run`).
     """
 
-    __slots__ = ("call", "decision", "fixed", "func", "is_view", "is_whole", "local", "moves", "spec")
+    __slots__ = ("call", "decision", "fixed", "func", "is_view", "is_whole", "local", "moves", "spec", "wrapper")
 
     def __init__(self, decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func: OpOverload = func
@@ -45,6 +46,7 @@ class Prepared:
         self.local: Callable[..., Any] | None = decision.local
         self.is_view: bool = func.is_view and not decision.simple
         self.spec: Spec | None = None
+        self.wrapper: tuple[Any, ...] = (None,) * 8
         self.moves: tuple[tuple[Place, Redistribution], ...] = ()
         self.fixed: tuple[tuple[int, Any], ...] = ()
         self.is_whole: bool = not (decision.kind or decision.writes or any(_places(tuple(kwargs.values()))))

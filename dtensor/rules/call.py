@@ -144,6 +144,7 @@ def positions(func: OpOverload) -> dict[str, tuple[int, Any, bool]]:
 
 
 def argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """The argument of a call by its name in the schema, or its default. Raises KeyError if it has no such argument."""
     index, default, _ = positions(func)[name]
     if name in kwargs:
         return kwargs[name]

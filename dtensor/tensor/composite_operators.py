@@ -254,7 +254,7 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: Any = None)
 def _rms_norm_by_parts(x: Any, ndim: int, weight: Any, eps: Any) -> Any:
     wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    mean = (wide * wide).mean(list(range(-ndim, 0)), keepdim=True)
+    mean = wide.pow(2).mean(list(range(-ndim, 0)), keepdim=True)
     scaled = wide * (mean + eps).rsqrt()
     return (scaled if weight is None else scaled * weight).to(x.dtype)
 

@@ -395,6 +395,7 @@ def same_phase(a: fx.Node, b: fx.Node) -> bool:
 
 
 def in_backward(node: fx.Node) -> bool:
+    """Whether a node of a joint graph belongs to its backward."""
     return str(node.meta.get("partitioner_tag")).endswith("backward")
 
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from dtensor.job.groups import group_size
 from dtensor.mesh.provenance import PART, PARTS, PLACES, RECORD, SENT, TRACED, WRITTEN
-from dtensor.prices.overlap import ROOM
+from dtensor.prices.overlap import joins
 
 from ..graph import groups, ir
 from ..graph.count import CollectiveInfo, describe
@@ -17,11 +17,6 @@ from ..graph.node_order import Before, dependencies, floating, sort
 from ..stages import Pass
 
 aten: Any = ir.aten
-
-PATIENCE = 4
-"""A bucket waits for a collective that is ready later only while the bytes it already holds take no longer than this
-many times the start of a collective. They may otherwise be the data that is still in flight when nothing is left to
-compute."""
 
 
 class Bucket(Pass):
@@ -48,10 +43,10 @@ class Bucket(Pass):
 
     Only collectives that `lower` made take part; those that others started and `raise` left stay as they are. A
     collective joins a bucket if copying it in and out takes less time than starting it, and if the bucket has room
-    left: a large collective already uses the link well and gains nothing by waiting for others (`ROOM`). No result in
-    the bucket may be needed before all of the bucket can start, because overlap is not given up for fewer starts. Large
-    buckets do not wait for collectives that are ready later, even if no result is needed sooner, as with gradients
-    (`PATIENCE`).
+    left (`prices/overlap.py`): a large collective already uses the link well and gains nothing by waiting for others.
+    No result in the bucket may be needed before all of the bucket can start, because overlap is not given up for fewer
+    starts. Large buckets do not wait for collectives that are ready later, even if no result is needed sooner, as with
+    gradients.
 
     Each rank finds its place in the buffer when the graph runs. Decisions use the sizes on the rank that sends most, so
     that all ranks decide the same. Collectives with symbolic sizes are left alone, and so is memory that is written to.
@@ -229,9 +224,7 @@ def _fits(bucket: list[_Start], windows: _Windows) -> bool:
     """Whether the last of `bucket` has room in it, and work can still run between its start and its wait."""
     *others, s = bucket
     waiting, ready = sum([x.size for x in others]), max([windows.first[x.node] for x in others])
-    if (waiting + s.size) * s.per_byte > ROOM * s.fixed:
-        return False
-    if windows.first[s.node] > ready and waiting * s.per_byte > PATIENCE * s.fixed:
+    if not joins(waiting, s.size, s.fixed, s.per_byte, later=windows.first[s.node] > ready):
         return False
     return max(ready, windows.first[s.node]) < min([windows.last[x.wait] for x in bucket])
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -286,3 +287,12 @@ def test_without_a_compilation_inputs_are_noted_all_the_same():
     (a, *_) = make_fx(f)(X).graph.nodes
     assert a.meta[TAKEN].groups == ("g",)
     assert noted() == ()
+
+
+def test_the_state_of_a_generator_is_a_checksum():
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        (found,) = torch.ops.dtensor.generator_state(torch.device("cpu")).tolist()
+        assert found == zlib.crc32(bytes(torch.get_rng_state().numpy()))
+        torch.rand(1)
+        assert torch.ops.dtensor.generator_state(torch.device("cpu")).tolist() != [found]

@@ -7,14 +7,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.testing import with_ranks
+from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.testing import fake_ranks, with_ranks
+from dtensor.torch_private.core import OTHERS, fastest_binding, without_frame
 
 MOST: dict[str, tuple[Callable[[Any, Any], Any], int]] = {
     "x @ w, of which x is gathered": (lambda x, w: x @ w, 35),
     "x + x": (lambda x, w: x + x, 5),
     "x.relu()": (lambda x, w: x.relu(), 5),
     "x.t()": (lambda x, w: x.t(), 5),
+    "x.to(torch.float64)": (lambda x, w: x.to(torch.float64), 5),
     "x.view(8, 4, 4)": (lambda x, w: x.view(8, 4, 4), 13),
     "x.add_(1)": (lambda x, w: x.add_(1), 9),
     "F.layer_norm(x, (16,))": (lambda x, w: F.layer_norm(x, (16,)), 16),
@@ -55,3 +57,22 @@ def test_a_decided_operator_calls_few_python_functions(rank):
     assert out.placements == (Shard(1),)
     torch.testing.assert_close(out.full_tensor(), x @ w)
     torch.testing.assert_close(given[0].redistribute(placements=[Replicate()]).to_local(), x)
+
+
+def test_a_cast_runs_in_torchs_own_binding():
+    """Of another name, if that makes the very same call."""
+    x, cast = torch.randn(4, 4), torch.ops.aten._to_copy.default
+    assert fastest_binding(cast, (x,), {"dtype": torch.float64}) is OTHERS["_to_copy"]
+    assert fastest_binding(cast, (x,), {"dtype": torch.float64, "pin_memory": False}) is without_frame(cast)
+    made = OTHERS["_to_copy"](x, dtype=x.dtype)
+    assert made.data_ptr() != x.data_ptr()
+    torch.testing.assert_close(made, x)
+
+
+def test_a_result_is_on_the_device_of_its_local_tensor():
+    """Whatever the device of the last one with the same decision."""
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        for device in ("cpu", "meta", "cpu", "meta"):
+            x = DTensor.from_local(torch.zeros(8, 16, device=device), mesh, [Shard(0)])
+            assert (x.relu().device.type, x.relu().to_local().device.type) == (device, device)

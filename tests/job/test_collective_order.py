@@ -3,8 +3,9 @@
 import zlib
 
 import pytest
+import torch
 
-from dtensor.job.collective_order import alike, difference, mark, said
+from dtensor.job.collective_order import MOST, Eager, Order, alike, difference, mark, said, text
 
 SUM, MAX = ("all_reduce sum of float32[4, 8]", "a.py:1"), ("all_reduce max of float32[4, 8]", "a.py:2")
 OPEN = ("all_reduce sum of float32[?, 8]", "b.py:3")
@@ -64,3 +65,41 @@ def test_how_a_collective_is_said():
     assert said([SUM, MAX], 0) == "all_reduce sum of float32[4, 8], from a.py:1"
     assert said([SUM, ("barrier", "")], 1) == "barrier"
     assert said([SUM, MAX], 2) == said([], 0) == "none"
+
+
+BEGUN = [("all_reduce", torch.float32, torch.Size((n % 3, 2)), ("sum", "mesh.x")) for n in range(MOST + 1)]
+
+
+def sums_of(begun):
+    """The checksum after each collective."""
+    found, last = [], 0
+    for b in begun:
+        last = zlib.crc32(text(b).encode(), last)
+        found.append(last)
+    return found
+
+
+def test_checksums_are_kept_where_other_ranks_have_them_too():
+    """At the greatest multiple of each power of two up to the number of collectives."""
+    order, sums = Order(), sums_of(BEGUN[:20])
+    for n, begun in enumerate(BEGUN[:20], 1):
+        assert order.begin(begun) == order.count == n
+        assert order.last is begun
+        if n % 3 == 0:
+            continue  # several are added at once
+        order.sum_up()
+        multiples = {k: n - n % (1 << k) for k in range(5) if 1 << k <= n}
+        assert order.checksums == {k: (m, sums[m - 1]) for k, m in multiples.items()}
+
+
+def test_the_program_sums_up_itself_what_nobody_asks_for():
+    order = Order()
+    for begun in BEGUN[:-1]:
+        order.begin(begun)
+    assert order.checksums == {}
+    order.begin(BEGUN[-1])
+    assert order.checksums[0] == (MOST + 1, sums_of(BEGUN)[-1])
+
+
+def test_at_first_nothing_is_marked():
+    assert (Eager().mark, Eager().waits, Eager().raises, Eager().failures) == (0, None, None, 0)

@@ -96,7 +96,7 @@ class Best:
             program = self._program(memory, over, below)
             solution = program.solve(gap=self.gap, limit=self._limit())
             if turn == 0:  # others count memory roughly
-                bound = program.bound
+                bound = program.bound + self.engine.comparing
             if solution is None and turn == 0:  # nothing is faster than what takes more memory than there is
                 continue
             if solution is None and over > 1.1 * loose:  # others may hold less beside what the program counts
@@ -207,7 +207,7 @@ class Best:
                 continue
             ways = self._wanted(out, solution)
             for s in sorted(ways, key=str) if len(ways) > 1 else ():
-                if run.seconds * (1 - self.gap) <= bound:
+                if run.least * (1 - self.gap) <= bound:
                     return made, run
                 if s == made.borders[decided[step]][way] or (not way and any(isinstance(x, str) for x in s)):
                     continue
@@ -320,7 +320,7 @@ class Best:
             fitting = [s for s in states if all(fits(s, step.like.operands[0].shape, self.sizes) for step in group)]
             for s in fitting:
                 for way in (0, 1):  # the tensor itself, or its gradient
-                    if run.seconds * (1 - self.gap) <= bound:
+                    if run.least * (1 - self.gap) <= bound:
                         return made, run
                     if way == 0 and any(isinstance(x, str) for x in s):
                         continue

@@ -8,13 +8,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...prices.links import WORK
 from ...rules.choose import choose
 from .choices import Choices, Option, seconds_of_optimizer
 from .memory import Ends, Held, Memory, part_taken
 from .regime import USUAL, Regime, on_parts
+from .schedule import Half
 from .states import State, first_start, fitting, layout_of, parts, state_of
 from .steps import Step, Steps, Tensor, is_free, pattern
-from .tape import PARAMETER, Value
+from .tape import INPUT, PARAMETER, Value
+
+SUMS = 24
+"""Bytes for each input that ranks exchange to compare it."""
 
 
 @dataclass
@@ -38,12 +43,11 @@ class Run:
     """What the engine does with a step.
 
     Attributes:
+        forward, backward: what runs when.
         parts: number of microbatches.
         sent: whether any gradient of a parameter is moved.
         waiting: seconds of moves that computation waits for.
-        forward, backward: seconds of computation, of moves that run beside it, and of what these take of computation.
-        starts: (whether of gradients, whether in the backward, mesh axis) -> seconds of the first bucket's start, which
-            is contained in those of moves.
+        seconds: of the whole step.
         updating: seconds of the optimizer.
         peak: the most bytes that a rank holds. at_most: those that it may hold, as compilers order kernels.
         static: bytes of parameters, gradients and optimizer states.
@@ -53,9 +57,10 @@ class Run:
         states: step -> states of its outputs, of the last operator like it.
     """
 
-    forward: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    backward: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    forward: Half
+    backward: Half
     waiting: float = 0.0
+    seconds: float = 0.0
     updating: float = 0.0
     parts: int = 1
     sent: bool = False
@@ -66,23 +71,25 @@ class Run:
     held: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     moves: Counter[Any] = field(default_factory=Counter[Any])
     states: dict[Step, tuple[State | None, ...]] = field(default_factory=dict[Step, tuple[State | None, ...]])
-    starts: dict[tuple[bool, bool, int], float] = field(default_factory=dict[tuple[bool, bool, int], float])
+
+    def half(self, backward: bool) -> Half:
+        """The forward or the backward."""
+        return self.backward if backward else self.forward
 
     @property
-    def seconds(self) -> float:
-        """Of the whole step."""
-        together = [max(computing + taken, beside) for computing, beside, taken in (self.forward, self.backward)]
-        return self.waiting + sum(together) + self.updating
+    def least(self) -> float:
+        """Seconds of the whole step, if all moves that can be hidden were hidden."""
+        return self.waiting + self.forward.least + self.backward.least + self.updating
 
     @property
     def computing(self) -> float:
         """Seconds of computation."""
-        return self.forward[0] + self.backward[0]
+        return self.forward.computing + self.backward.computing
 
     @property
     def beside(self) -> float:
         """Seconds of moves that run beside computation."""
-        return self.forward[1] + self.backward[1]
+        return self.forward.beside + self.backward.beside
 
 
 class Engine:
@@ -92,6 +99,9 @@ class Engine:
         steps: the step.
         choices: the mesh and its options.
         regime: how it is run.
+
+    Attributes:
+        comparing: seconds in which ranks compare their inputs, whatever the placements.
     """
 
     def __init__(self, steps: Steps, choices: Choices, regime: Regime = USUAL) -> None:
@@ -104,6 +114,7 @@ class Engine:
         self.whole: State = (None,) * self.axes
         self._chosen: dict[Any, tuple[tuple[State, ...], tuple[State | None, ...], int, float, float]] = {}
         self._ends = Ends(steps)
+        self.comparing: float = self._comparing()
 
     def local(self, v: Value, state: State) -> float:
         """Bytes of a tensor that a rank holds."""
@@ -111,13 +122,15 @@ class Engine:
 
     def run(self, given: Assignment) -> Run:
         """Price an assignment."""
-        made = Run(parts=self.regime.parts)
+        forward, backward = (Half(self.choices.network, self.choices.machine, self._ends.needs) for _ in range(2))
+        made = Run(forward, backward, parts=self.regime.parts)
         sizes = self.choices.network.sizes
         if not all(
             self.regime.divides(t.like.shape, given.stored.get(t, self.whole), sizes) for t in self.steps.batch()
         ):
             made.parts = 1
         states: dict[Value, State] = {}
+        same: dict[Value, Value] = {}  # what a border hands on as it is
         known: set[tuple[Value, State, bool]] = set()
         moved: set[tuple[Value, State]] = set()  # in the forward, which is saved for the backward
         read: dict[tuple[Value, bool], State] = {}
@@ -136,6 +149,7 @@ class Engine:
             start -= mine if trained else 0.0  # its gradient, until there is one
             if trained:
                 made.updating += seconds_of_optimizer(mine, self.choices.machine, self.kept)
+        self._compare_inputs(made, states)
         for index, op in enumerate(self.steps.tape.ops):
             step = self.steps.of[op]
             if step.plain:
@@ -159,6 +173,9 @@ class Engine:
             else:
                 wanted, outs, _, took, extra = self._choose(step, tuple(ins), made.parts)
             for v, a, b in zip(op.operands, ins, wanted):
+                v = same.get(v, v)
+                if step.border and a == b and op.outputs[0] is not None:
+                    same[op.outputs[0]] = v
                 saved = op.backward and (v, b) in moved and v.storage not in self._ends.own
                 if op.backward:
                     memory.read(v.storage, part_taken(a, b, sizes, saved))
@@ -170,11 +187,14 @@ class Engine:
                     continue
                 if not op.backward:
                     moved.add((v, b))
-                self._pay(made, step, v, a, b)
+                self._pay(made, index, step, v, a, b)
                 if v.storage in memory:
                     memory.copy(index, v.storage, self.local(v, b), self.local(v, a), stays=step.border)
-            (made.backward if op.backward else made.forward)[0] += took
-            made.waiting += extra
+            half = made.half(op.backward)
+            half.compute(index, took)
+            if extra:
+                made.waiting += extra
+                half.wait(index, extra, index)
             place = made.by_path.setdefault(_pattern_of(step), [0.0, 0.0])
             place[0] += took
             place[1] += extra
@@ -193,7 +213,7 @@ class Engine:
             p = self.steps.tape.values[PARAMETER, name]
             step = self.steps.of.get(g.maker) if g.maker is not None else None
             index, mine, s = grown.get(g.storage, 0), self.local(g, states[p]), states.get(g, self.whole)
-            self._pay(made, step, g, s, states[p], final=True)
+            self._pay(made, index, step, g, s, states[p], final=True)
             how = tuple([(type(a), type(b)) for n, a, b in zip(sizes, s, states[p]) if a != b and n > 1])
             if how:
                 sums.setdefault(how, []).append(Held(index, self.local(g, s), mine))
@@ -203,7 +223,22 @@ class Engine:
         for found in sums.values():
             memory.reduce(found, self.choices.bucket)
         made.peak, made.at_most = (made.static + most for most in memory.peak(start))
+        made.seconds = forward.seconds() + backward.seconds() + made.updating
         return made
+
+    def _compare_inputs(self, made: Run, states: dict[Value, State]) -> None:
+        """A step begins with sums of all inputs, which the ranks compare (`dtensor.parallel.checks.input_check`)."""
+        for v in self.steps.tape.of_kind(INPUT).values() if self.comparing else ():
+            made.forward.compute(0, self.choices.machine.seconds(0.0, self.local(v, states[v]), v.dtype))
+        made.forward.wait(0, self.comparing, -1)
+        made.waiting += self.comparing
+
+    def _comparing(self) -> float:
+        network, count = self.choices.network, len(self.steps.tape.of_kind(INPUT))
+        axes = tuple([a for a, n in enumerate(network.sizes) if n > 1])
+        groups = [axes] if len(axes) == 1 or axes in network.merged else [(a,) for a in axes]
+        every = [network.terms("all_reduce", group) for group in groups if count]
+        return sum([fixed + per_byte * SUMS * count for fixed, per_byte in every])
 
     def _gather(self, made: Run, memory: Memory, index: int, v: Value, a: State, b: State, *, views: bool) -> None:
         """Move a parameter, or a view of one, for an operator; `views`: and for what reads views of it later. If it is
@@ -213,16 +248,18 @@ class Engine:
         again = self.training and views and not op.backward and v.storage in ends.again and v not in ends.in_backward
         again = again and t in self.steps.reread
         held, again = again and v in self.steps.held, again and v not in self.steps.held
-        self._pay(made, self.steps.of[op], v, a, b, again=again)
+        self._pay(made, index, self.steps.of[op], v, a, b, again=ends.again[v.storage] if again else None)
         if self.local(v, b) == self.local(v, a):
             return
         for backward, at in [(op.backward or held, index), *([(True, ends.again[v.storage])] if again else [])]:
             memory.take(at, (p, backward), Held(at, self.local(v, b), self.local(v, a)))
 
     def _pay(
-        self, made: Run, step: Step | None, v: Value, a: State, b: State, *, again: bool = False, final: bool = False
-    ) -> None:
-        """Pay for a move; `again`: for a parameter, in the backward too; `final`: of the gradient of a parameter."""
+        self, made: Run, index: int, step: Step | None, v: Value, a: State, b: State, *,
+        again: int | None = None, final: bool = False,
+    ) -> None:  # fmt: skip
+        """Pay for a move at an operator; `again`: for a parameter, at one of the backward too; `final`: of the gradient
+        of a parameter."""
         if a == b:
             return
         t, backward = self.steps.which.get(v), final or (step is not None and step.backward)
@@ -232,27 +269,25 @@ class Engine:
         made.sent |= final
         itemsize = self.regime.itemsize(v.dtype) if final else v.dtype.itemsize
         moves = self.choices.moves(v.shape, itemsize, shared)
-        price = moves.price(a, b)
-        phases = [made.forward, made.backward] if again else [made.backward if backward else made.forward]
-        made.moves[step, v.shape, a, b, price] += len(phases)
+        price, maker = moves.price(a, b), -1 if v.maker is None else self._ends.place[v.maker]
+        places = [(index, made.half(backward))] + ([(again, made.backward)] if again is not None else [])
+        made.moves[step, v.shape, a, b, price] += len(places)
         for way, cost in moves.way(a, b).items():
-            axis, start = first_start(self.choices.network, *way)
-            if not beside and made.parts > 1 and on_parts(*way):
-                cost += (made.parts - 1) * start
-            elif not beside:
+            sending = moves.sending(*way)
+            if not beside and not (made.parts > 1 and on_parts(*way)):
                 made.waiting += cost
-                continue
-            taken = self.choices.machine.taken(self.choices.network.links[axis], gradient)
-            for k, phase in enumerate(phases):
-                kind, more = (gradient, backward or k > 0, axis), 0.0
-                if shared:
-                    before = made.starts.get(kind, 0.0)
-                    made.starts[kind] = max(before, start)
-                    more = max(0.0, start - before)
-                phase[1] += cost + more
-                phase[2] += (cost + more) * taken
+                made.half(backward).wait(index, cost, maker, sending)
+            elif beside and shared and sending.op in WORK:
+                for at, half in places:
+                    half.share(at, sending, gradient=gradient)
+            else:
+                axis, start = first_start(self.choices.network, *way)
+                cost += 0.0 if beside else (made.parts - 1) * start
+                taken = self.choices.machine.taken(self.choices.network.links[axis], gradient)
+                for at, half in places:
+                    half.send(at, cost, taken, maker)
         if step is not None:
-            made.by_path.setdefault(_pattern_of(step), [0.0, 0.0])[1] += price * len(phases)
+            made.by_path.setdefault(_pattern_of(step), [0.0, 0.0])[1] += price * len(places)
 
     def _choose(self, step: Step, ins: tuple[State, ...], parts: int) -> Any:
         key = step, ins, parts

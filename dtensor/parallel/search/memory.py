@@ -21,6 +21,8 @@ class Ends:
         turn: index of the first operator of the backward.
         in_backward: parameters that the backward reads themselves, and not only views of them.
         handed: indices of the borders after which memory is read only as they handed it on.
+        place: operator -> its index.
+        needs: index of an operator -> those of the operators that make its operands.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -42,6 +44,8 @@ class Ends:
         self.in_backward: set[Value] = {v for op in ops if op.backward for v in op.operands if v.kind == PARAMETER}
         self.last |= read  # a gathered parameter, and views of it
         self.handed: set[int] = set(handing_all_on(ops))
+        self.place: dict[Op, int] = {op: index for index, op in enumerate(ops)}
+        self.needs: list[list[int]] = [[self.place[v.maker] for v in op.operands if v.maker is not None] for op in ops]
 
 
 def handing_all_on(ops: Sequence[Op]) -> Iterator[int]:

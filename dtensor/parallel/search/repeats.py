@@ -94,13 +94,13 @@ def _held(made: Steps) -> set[Value]:
         [v.storage for op in made.tape.ops if op.backward == half and not op.again for v in op.operands]
         for half in (False, True)
     )
-    reread = {v.storage: v for v, t in made.which.items() if t in made.reread and v.kind == PARAMETER}
-    first, last = ([x for x in dict.fromkeys(half) if x in reread] for half in (backward, forward))
+    read = {v.storage: v for v in made.tape.values.values() if v.kind == PARAMETER and v.storage in {*backward}}
+    first, last = ([x for x in dict.fromkeys(half) if x in read] for half in (backward, forward))
     found: set[Value] = set()
     for a, b in list(zip(first, reversed(last)))[:HELD]:
         if a != b:
             break
-        found.add(reread[a])
+        found.add(read[a])
     return found
 
 

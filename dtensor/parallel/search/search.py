@@ -139,6 +139,8 @@ def search(
                         ways.remove(parts)
                         continue
                     below *= 1 - WORTH
+                elif best is not None:  # to compute more again has to save more than the solver leaves
+                    below *= 1 - gap
                 here = engine if parts == engine.regime.parts else step.engine_of(engine.steps, parts=parts)
                 tried = Best(here, pinned, memory, gap, until, below)
                 with Stage("solving", inside=True):

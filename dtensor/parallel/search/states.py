@@ -7,7 +7,7 @@ carries moves out, also merges moves over several axes into one, which saves no 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, prod
 from typing import Any, TypeAlias
@@ -78,9 +78,36 @@ def _bucketed(link: Link, full: float) -> Link:
     return replace(link, alpha=0.0, launch=0.0, start=0.0, bandwidth=1 / per_byte)
 
 
+PARTIAL = ("all_to_all", "shard")
+"""Moves that send or write only this rank's part."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What a single move sends.
+
+    Attributes:
+        op: the collective, or a local operator.
+        axis: the axis of the mesh.
+        bytes: as in `dtensor.prices.links.wire_bytes`.
+        alone, shared: bytes that are copied before and after, if it is sent alone, or in a bucket.
+    """
+
+    op: str
+    axis: int
+    bytes: float
+    alone: float
+    shared: float
+
+
+def changed_axis(a: State, b: State) -> int:
+    """The axis of a single move."""
+    return next(k for k, (x, y) in enumerate(zip(a, b)) if x != y)
+
+
 def first_start(network: Network, a: State, b: State) -> tuple[int, float]:
     """The axis of a single move, and the seconds that a collective takes to start over it; 0.0 if it needs none."""
-    axis = next(k for k, (x, y) in enumerate(zip(a, b)) if x != y)
+    axis = changed_axis(a, b)
     sent = MOVES.get((type(a[axis]), type(b[axis]))) in WORK
     return axis, seconds("all_gather", 0.0, network.sizes[axis], network.links[axis]) if sent else 0.0
 
@@ -120,16 +147,36 @@ class Moves:
         self.full: tuple[float, ...] | None = full
         self._bucketed = [_bucketed(*pair) for pair in zip(network.links, full or ())]
         self._steps: dict[Any, float] = {}
+        self._sending: dict[tuple[State, State], Sending] = {}
         self._ways: dict[frozenset[str], _Ways] = {}
         self._found: dict[tuple[State, State], dict[tuple[State, State], float]] = {}
         self._between: dict[tuple[frozenset[State], frozenset[State]], list[tuple[State, State, float]]] = {}
+
+    def _size(self, state: State, axis: int) -> float:
+        """Bytes on a rank, if this axis did not cut the tensor."""
+        n = self.network.sizes[axis] if isinstance(state[axis], int) else 1
+        return self.bytes * n / parts(state, self.network.sizes)
+
+    def sending(self, a: State, b: State) -> "Sending":
+        """What a single move sends and copies."""
+        known = self._sending.get((a, b))
+        if known is None:
+            known = self._sending[a, b] = self._sent(a, b, changed_axis(a, b))
+        return known
+
+    def _sent(self, a: State, b: State, axis: int) -> "Sending":
+        have, to, size = a[axis], b[axis], self._size(a, axis)
+        op = MOVES[type(have), type(to)]
+        sent = size / self.network.sizes[axis] if op in PARTIAL else size
+        alone, shared = (self._copied(op, axis, have, to, size, together) for together in (False, True))
+        return Sending(op, axis, sent, alone, shared)
 
     def step(self, state: State, axis: int, to: int | str | None) -> float:
         """Seconds to change the entry of one axis."""
         have, n = state[axis], self.network.sizes[axis]
         if have == to or n == 1:
             return 0.0
-        size = self.bytes * (n if isinstance(have, int) else 1) / parts(state, self.network.sizes)
+        size = self._size(state, axis)
         known = self._steps.get((axis, have, to, size))
         if known is None:
             known = self._steps[axis, have, to, size] = self._step(axis, have, to, size)
@@ -140,7 +187,7 @@ class Moves:
         n, op = self.network.sizes[axis], MOVES.get((type(have), type(to)))
         if op is None:
             return inf
-        sent = size / n if op in ("all_to_all", "shard") else size
+        sent = size / n if op in PARTIAL else size
         if op not in WORK:
             return self.network.links[axis].launch + 2 * sent / self.memory
         shared = self.full is not None and size < self.full[axis]

@@ -65,6 +65,7 @@ def _local_index(call: LocalCall) -> Any:
 
 @rule_for("index_put", "_index_put_impl", "_unsafe_index_put")
 def index_put(call: Call) -> Rule:
+    """Rows along indexed dims are written where they are; a mask that all dims of it share is cut like the tensor."""
     target, values, linear = call["self"], call["values"], ((0, 2),)
     if _fills_by_mask(call):
         own, (mask,) = LETTERS[: target.ndim], call["indices"]
@@ -96,6 +97,7 @@ rule_table(__name__, FLAT)
 
 @rule_for("put")
 def put(call: Call) -> Rule:
+    """Places are counted in the whole tensor. If values are added, each rank may add a part of them."""
     _, where, source = call.operands
     linear = ((0, 2),)
     if not call["accumulate"] or tuple(where.shape) != tuple(source.shape):

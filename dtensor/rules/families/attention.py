@@ -67,6 +67,7 @@ def _mask(mask: Any, items: str) -> str:
 
 @rule_for(*FUSED)
 def fused(call: Call) -> Rule:
+    """Batch, heads and queries may be sharded, keys and values along batch and heads; a mask as they are."""
     items, options = _queries(call)
     mask = [_mask(call[name], items) for name in signature(call.func).arguments if name in MASKS]
     outs = [_like_query(call.outputs[k], items) for k in signature(call.func).results]

@@ -74,6 +74,7 @@ def _text(call: Call, data: tuple[str, ...]) -> str:
 
 @rule_for(*(name for name in TRAINING if not name.endswith("backward")))
 def batch_norm(call: Call) -> Rule:
+    """Channels may be sharded. In training the statistics are those of the whole batch, be it sharded."""
     trains = _trains(call)
     statistics = tuple([name for name in ("running_mean", "running_var") if call.has(name)])
     return library_rule(

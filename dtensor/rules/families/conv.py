@@ -69,11 +69,13 @@ BACKWARD = {
 
 @rule_for("convolution", "_convolution", "convolution_overrideable")
 def convolution(call: Call) -> Rule:
+    """Samples and output channels may be sharded; over input channels results are partial sums."""
     return FORWARD[call["transposed"]]
 
 
 @rule_for("convolution_backward", "convolution_backward_overrideable")
 def convolution_backward(call: Call) -> Rule:
+    """Over samples the gradients of weight and bias are partial sums, over output channels that of the input."""
     return BACKWARD[call["transposed"]]
 
 

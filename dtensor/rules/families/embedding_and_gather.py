@@ -32,12 +32,14 @@ rule_table(__name__, EMBEDDING)
 
 @rule_for("embedding_dense_backward")
 def embedding_backward(call: Call) -> Rule:
+    """The gradient of the table is a partial sum over the indices, unless each counts how often it occurs."""
     blocked = "..." if call["scale_grad_by_freq"] else ""
     return library_rule("...d,...->1d", reduce="...", linear=0, blocked=blocked, last="...")
 
 
 @rule_for("index_select")
 def index_select(call: Call) -> Rule:
+    """Rows are selected of a shard by indices of the whole: each rank gives what it has, and zeros."""
     source, index = call.operands
     full = LETTERS[: source.ndim]
     dim = call["dim"] % max(source.ndim, 1)

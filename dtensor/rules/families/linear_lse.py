@@ -49,6 +49,7 @@ rule_table(__name__, {"dtensor::linear_lse": FORWARD})
 
 @rule_for("dtensor::linear_lse_backward")
 def linear_lse_backward(call: Call) -> Rule:
+    """Gradients of a log-sum-exp of a linear layer: partial sums over classes and rows."""
     bias = "1" if call["bias"] is None else "v"
     text = f"...,...,...1,v1,v,...,...->...1,v1,{bias}"
     return library_rule(text, reduce="...v", linear=((0, 1),), local=_run)

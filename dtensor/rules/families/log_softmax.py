@@ -31,6 +31,7 @@ def _rule(call: Call, local: Any, all_reduces: int, linear: Any = (), refuses: b
 
 @rule_for("_log_softmax")
 def log_softmax(call: Call) -> Rule:
+    """The dim that is normalised may be sharded, for two all-reduces of maxima and sums."""
     return _rule(call, _local_log_softmax, 2, refuses=True)
 
 
@@ -55,6 +56,7 @@ def _local_log_softmax(call: LocalCall) -> Any:
 
 @rule_for("_log_softmax_backward_data")
 def log_softmax_backward(call: Call) -> Rule:
+    """The dim that was normalised may be sharded, for an all-reduce of sums."""
     return _rule(call, _local_backward, 1, linear=0)
 
 

@@ -25,6 +25,7 @@ ELEMENTWISE = (
 
 @rule_for(*ELEMENTWISE)
 def elementwise_loss(call: Call) -> Rule | str:
+    """All dims may be sharded; a sum over elements is partial, and so is a mean, of which each rank has a share."""
     if call["reduction"] not in (MEAN, SUM):
         return elementwise(call)
     return library_rule(elementwise(call, ""), reduce="...", local=_local_elementwise, across=_across_mean(call))
@@ -71,6 +72,7 @@ MARGIN = {
 
 @rule_for(*MARGIN)
 def margin_loss(call: Call) -> Rule | str:
+    """Samples may be sharded, their classes not; a sum or mean over samples is partial."""
     reduced, backward = call["reduction"] in (MEAN, SUM), call.has("grad_output")
     text, reduce = MARGIN[call.name][reduced], "n" if reduced and not backward else ""
     if call["self"].ndim < 2:  # a single sample

@@ -26,6 +26,7 @@ def _terms(scores: Any) -> tuple[str, str]:
 
 @rule_for("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(call: Call) -> Rule:
+    """Classes and samples may be sharded: each rank has the losses of the classes that it holds, as partial sums."""
     full, batch = _terms(call["self"])
     batch = batch or "1" * call["target"].ndim
     mean, each = call["reduction"] == MEAN, call["reduction"] not in (MEAN, SUM) and full != "c"
@@ -91,6 +92,7 @@ def _own_targets(call: LocalCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 @rule_for("nll_loss_backward", "nll_loss2d_backward")
 def nll_loss_backward(call: Call) -> Rule:
+    """Each rank has the gradients of the classes and samples that it holds."""
     full, batch = _terms(call["self"])
     mean = call["reduction"] == MEAN
     grad = "" if call["reduction"] in (MEAN, SUM) else batch

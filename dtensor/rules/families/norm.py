@@ -27,6 +27,7 @@ NORMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @rule_for(*NORMS)
 def norm(call: Call) -> Rule:
+    """All but the normalised dims may be sharded; gradients of weight and bias are partial sums over them."""
     return _norm(call.name, len(call["normalized_shape"]))
 
 

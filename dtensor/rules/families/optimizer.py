@@ -22,6 +22,7 @@ FUSED: dict[str, Any] = {
 
 @rule_for(*FUSED)
 def fused_step(call: Call) -> Rule:
+    """Parameter, gradient and states are sharded alike; the states are written."""
     return library_rule(elementwise(call), written=tuple([name for name in FUSED[call.name] if call[name]]))
 
 

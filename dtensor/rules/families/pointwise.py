@@ -189,6 +189,7 @@ def _widens(call: Call) -> bool:
 
 @rule_for(*POINTWISE)
 def pointwise(call: Call) -> Rule:
+    """All dims may be sharded, those of one place alike; partial sums stay so where the operator is linear."""
     unread = 0 if call.name in ("fill", "zero") else ()
     return library_rule(elementwise(call), linear=linearity(call), keeps=kept(call), unread=unread)
 

@@ -62,6 +62,7 @@ def reduced_dims(call: Call) -> tuple[list[int], bool]:
 
 @rule_for(*REDUCTIONS)
 def reduction(call: Call) -> Rule | str:
+    """Over sharded dims that are reduced the result is partial, where such partial results can be combined."""
     if len(call.operands) == 2:  # `max(a, b)` and `min(a, b)`
         return elementwise(call)
     (x,), name = call.operands, call.name

@@ -19,6 +19,7 @@ from .views import follow
 
 @rule_for("select", "unbind")
 def select(call: Call) -> Rule:
+    """All dims but the one that is selected from may be sharded."""
     ndim = call["self"].ndim
     gone = call["dim"] % ndim
     return follow(call, [i for i in range(ndim) if i != gone])
@@ -52,6 +53,7 @@ def cut(call: Call) -> Rule:
 
 @rule_for("diagonal")
 def diagonal(call: Call) -> Rule:
+    """All dims but the two of the diagonal may be sharded; the result has it as its last."""
     ndim = call["self"].ndim
     gone = (call["dim1"] % ndim, call["dim2"] % ndim)
     return follow(call, [*(i for i in range(ndim) if i not in gone), None])
@@ -59,11 +61,13 @@ def diagonal(call: Call) -> Rule:
 
 @rule_for("trace")
 def trace(call: Call) -> Rule:
+    """No dim may be sharded."""
     return follow(call, [])
 
 
 @rule_for("diag_embed")
 def diag_embed(call: Call) -> Rule:
+    """All dims but the last, which becomes the diagonal of two new ones, may be sharded."""
     (out,) = call.outputs
     assert out is not None
     new = (call["dim1"] % out.ndim, call["dim2"] % out.ndim)
@@ -73,6 +77,7 @@ def diag_embed(call: Call) -> Rule:
 
 @rule_for("unfold")
 def unfold(call: Call) -> Rule:
+    """All dims but the one that is unfolded may be sharded; the result has a new last one."""
     ndim = call["self"].ndim
     over = call["dimension"] % max(ndim, 1)
     return follow(call, [*(None if i == over else i for i in range(ndim)), None])

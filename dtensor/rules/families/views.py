@@ -74,6 +74,7 @@ def _common(x: Any, y: Any) -> Any:
 
 @rule_for("view", "_unsafe_view", "reshape", "_reshape_copy", "view_copy", "_reshape_alias")
 def view(call: Call) -> Rule | str:
+    """The dims of the result are products of dims or parts of one: the outermost factor of each may be sharded."""
     (out,) = call.outputs
     assert out is not None
     if call.has("dtype"):  # not linear, and the last dim changes its length if the element size changes
@@ -94,11 +95,13 @@ def follow(call: Call, source: Sequence[int | None], whole: Collection[int] = ()
 
 @rule_for("t")
 def t(call: Call) -> Rule:
+    """Two dims are exchanged."""
     return follow(call, list(range(call["self"].ndim))[::-1])
 
 
 @rule_for("transpose", "swapaxes")
 def transpose(call: Call) -> Rule:
+    """Two dims are exchanged."""
     ndim = call["self"].ndim
     order: list[int | None] = list(range(ndim))
     if ndim:
@@ -109,12 +112,14 @@ def transpose(call: Call) -> Rule:
 
 @rule_for("permute")
 def permute(call: Call) -> Rule:
+    """Dims keep their shards in another order."""
     ndim = call["self"].ndim
     return follow(call, [d % ndim for d in call["dims"]])
 
 
 @rule_for("unsqueeze")
 def unsqueeze(call: Call) -> Rule:
+    """A new dim of length 1 is not sharded; the others stay."""
     ndim = call["self"].ndim
     order: list[int | None] = list(range(ndim))
     order.insert(call["dim"] % (ndim + 1), None)
@@ -123,6 +128,7 @@ def unsqueeze(call: Call) -> Rule:
 
 @rule_for("squeeze")
 def squeeze(call: Call) -> Rule:
+    """Dims of length 1 go, those of the whole tensor; the others stay."""
     shape = call["self"].shape
     given = call["dim"] if call.has("dim") else list(range(len(shape)))
     given = given if isinstance(given, (list, tuple)) else [given]
@@ -137,6 +143,7 @@ def squeeze(call: Call) -> Rule:
 
 @rule_for("expand")
 def expand(call: Call) -> Rule:
+    """New dims, and those of length 1 that become longer, are not sharded; the others stay."""
     (out,) = call.outputs
     assert out is not None
     shape = call["self"].shape
@@ -156,6 +163,7 @@ def pad(call: Call) -> Rule:
 
 @rule_for("cat", "stack", "_stack")
 def cat(call: Call) -> Rule:
+    """All dims but the one along which tensors are joined may be sharded."""
     (out,) = call.outputs
     assert out is not None
     dim = call["dim"] % out.ndim

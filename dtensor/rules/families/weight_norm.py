@@ -22,6 +22,7 @@ def _summed(x: torch.Tensor, call: LocalCall, ndim: int) -> torch.Tensor:
 
 @rule_for("_weight_norm_interface")
 def weight_norm(call: Call) -> Rule:
+    """All dims may be sharded, for an all-reduce of the squared norms."""
     return _rule(call, "V,K->V,K", call["v"].ndim, _local)
 
 
@@ -43,6 +44,7 @@ def _local(call: LocalCall) -> Any:
 
 @rule_for("_weight_norm_interface_backward")
 def weight_norm_backward(call: Call) -> Rule:
+    """All dims may be sharded, for an all-reduce of sums."""
     return _rule(call, "V,V,K,K->V,K", call["saved_v"].ndim, _local_backward, linear=0)
 
 

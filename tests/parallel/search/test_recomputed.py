@@ -14,6 +14,7 @@ from dtensor import Activation, PlacementError, Plan, Shard, distribute_model, i
 from dtensor.parallel.search.best import Best
 from dtensor.parallel.search.engine import Assignment, Run
 from dtensor.parallel.search.recording import record
+from dtensor.parallel.search.schedule import Half
 from dtensor.parallel.search.search import layers_of
 from dtensor.parallel.whole_model.plan import recomputed_of
 from dtensor.prices.links import Link
@@ -193,7 +194,9 @@ def test_two_microbatches_may_take_more_to_be_recomputed(monkeypatch):
         parts, seconds = told[len(called)]
         called.append(self.engine.regime.parts)
         self.free, self.short = False, seconds is None
-        return None if seconds is None else (Assignment(), Run(parts=parts, waiting=seconds), 0.0)
+        halves = [Half(self.choices.network, self.choices.machine, []) for _ in range(2)]
+        run = None if seconds is None else Run(*halves, parts=parts, waiting=seconds, seconds=seconds)
+        return None if run is None else (Assignment(), run, 0.0)
 
     monkeypatch.setattr(Best, "found", found)
     plan = search(Deep(), {"tp": 2}, torch.empty(4096, 32), memory=1e9)

