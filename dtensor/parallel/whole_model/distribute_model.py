@@ -20,6 +20,7 @@ from ...comm.from_plain import check_module, mesh_of
 from ...dispatch.global_view import global_view
 from ...errors import CallOrderError, PlacementError
 from ...layout.placements import Placement, Replicate, Shard
+from ...program import environment
 from ...tensor.factories import distribute_tensor
 from ...tensor.tensor import DTensor
 from ...torch_private.core import is_in_backward, never_traced, traced_with_caller
@@ -70,7 +71,8 @@ def distribute_model(
             several match a name, the one with most non-wildcard characters applies. Tensors that no pattern matches are
             replicated. "model" uses the `tp_plan` of a transformers model, over the mesh axis "tp" or the only axis. A
             `Plan`, as `dtensor.search` finds one, also says where activations and, unless `inputs` does, inputs are.
-            "auto" searches for one, for `batch`.
+            "auto" searches for one, for `batch`; where activations are it says in eager mode only, as compiled graphs
+            decide that.
         batch: for "auto", the arguments of forward as `dtensor.search` takes them, with the sizes of the whole batch.
         inputs: the placements of tensors in the arguments of forward, including those in tuples, lists, dicts and
             dataclasses. None: full tensors, the same on all ranks. `{"dp": Shard(0)}`: each rank of "dp" passes its
@@ -83,8 +85,9 @@ def distribute_model(
             returned in full.
         check_inputs: compare the inputs of the ranks in every call: checksums along axes where inputs must be the same,
             shapes along the others. Ranks exchange a few numbers for this, in compiled code behind the first collective
-            of the model. If they differ, all raise RuntimeError. Plain tensors held by modules that meet DTensors inside are also compared,
-            from time to time and without waiting for other ranks; if they differ, AgreementError is raised.
+            of the model. If they differ, all raise RuntimeError. Plain tensors held by modules that meet DTensors
+            inside are also compared, from time to time and without waiting for other ranks; if they differ,
+            AgreementError is raised.
         src_data_rank: the rank along each axis whose parameter and buffer values all ranks receive; None uses each
             rank's own values.
 
@@ -109,6 +112,7 @@ def distribute_model(
     mesh = mesh_of(device_mesh)
     if getattr(model, DISTRIBUTED, False):
         raise CallOrderError("the model was distributed before; call distribute_model once, on the plain model")
+    found = placements == "auto" and environment.switched("decide", True)
     if isinstance(placements, str):
         placements = _by_word(placements, model, mesh, batch)
     read: dict[torch.Tensor, tuple[Placement, ...]] = {}
@@ -152,7 +156,7 @@ def distribute_model(
     for name in recomputed:
         wrap_call(model.get_submodule(name), functools.partial(checkpoint, use_reentrant=False))
     for name, borders in around.items():
-        _move_at_borders(model.get_submodule(name), mesh, borders)
+        _move_at_borders(model.get_submodule(name), mesh, borders, in_eager_mode_only=found)
     for module in model.modules():
         # Fully sharded parameters have their own property.
         names = tuple(sorted(name for name, p in _own(module._parameters) if SHARDED_AS not in vars(p)))
@@ -314,12 +318,17 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
     return p.redistribute(placements=placements, grad_placements=p.placements, backward_dtype=sent)
 
 
-def _move_at_borders(module: nn.Module, mesh: DeviceMesh, borders: Mapping[str, Activation]) -> None:
-    """Move the first tensor that a module takes, or that it returns, as a plan says."""
+def _move_at_borders(
+    module: nn.Module, mesh: DeviceMesh, borders: Mapping[str, Activation], in_eager_mode_only: bool
+) -> None:
+    """Move the first tensor that a module takes, or that it returns, as a plan says.
+
+    A plan that was found says this for operators that choose their layouts one by one. Compiled, they do not.
+    """
 
     def move(which: str) -> Callable[[torch.Tensor], torch.Tensor]:
         to, gradient = (on_axes(axes, mesh) for axes in (borders[which].to, borders[which].gradient))
-        return functools.partial(_moved, to=to, gradient=gradient)
+        return functools.partial(_moved, to=to, gradient=gradient, in_eager_mode_only=in_eager_mode_only)
 
     if INPUT in borders:
         arriving = move(INPUT)
@@ -329,7 +338,11 @@ def _move_at_borders(module: nn.Module, mesh: DeviceMesh, borders: Mapping[str, 
         wrap_forward(module, give=lambda _, args, out: on_first(leaving, out))
 
 
-def _moved(x: torch.Tensor, to: Sequence[Placement], gradient: Sequence[Placement]) -> torch.Tensor:
+def _moved(
+    x: torch.Tensor, to: Sequence[Placement], gradient: Sequence[Placement], in_eager_mode_only: bool
+) -> torch.Tensor:
+    if in_eager_mode_only and torch.compiler.is_compiling():
+        return x
     if not isinstance(x, DTensor) or not x.is_floating_point():
         return x
     back = fitting(gradient, x) if x.requires_grad and torch.is_grad_enabled() else None
