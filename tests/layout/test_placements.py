@@ -5,7 +5,7 @@ import torch
 from torch.distributed import tensor as theirs
 
 from dtensor import Partial, PlacementError, Replicate, Shard
-from dtensor.layout.chunks import chunk_length
+from dtensor.layout.chunks import chunk_length, own_length, uneven_noted
 from dtensor.layout.layout import Layout
 from dtensor.layout.placements import Placement, as_placement, as_placements, parsed, words
 from dtensor.torch_private.core import strided_shard
@@ -17,6 +17,12 @@ def test_lengths_are_cut_as_torch_chunk_cuts(parts):
         expected = [len(c) for c in torch.arange(size).chunk(parts)] if size else []
         expected += [0] * (parts - len(expected))
         assert [chunk_length(size, parts, index) for index in range(parts)] == expected
+
+
+def test_only_uneven_lengths_are_noted():
+    with uneven_noted() as noted:
+        assert [own_length(size, 3, 2, "mesh.x") for size in (6, 7, 8)] == [2, 1, 2]
+    assert noted == {(7, "mesh.x"): 1, (8, "mesh.x"): 2}
 
 
 def test_what_kind_a_placement_is():

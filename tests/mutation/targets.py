@@ -28,7 +28,12 @@ class Target:
 TARGETS = {
     "layout": Target(
         ("dtensor/layout/*.py", "dtensor/prices/links.py", "dtensor/prices/machine.py"),
-        ("tests/layout", "tests/comm/test_redistribute.py", "tests/prices/test_calibrated.py"),
+        (
+            "tests/layout",
+            "tests/comm/test_redistribute.py",
+            "tests/prices/test_calibrated.py",
+            "tests/prices/test_machine.py",
+        ),
     ),
     "rules": Target(
         ("dtensor/rules/*.py", "dtensor/rules/families/*.py"),
