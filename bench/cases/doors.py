@@ -226,6 +226,9 @@ def _counts(at: Setting, job: Job, amount: Amount) -> Iterator[Record]:
     name, _, mesh, mode = job
     found = dict(_each(at, "step: bytes", amount, lambda door: count(door, name, mesh, mode)))
     whole = {door: sum([c.bytes for c in f.values()]) for door, f in found.items() if isinstance(f, dict)}
+    if not whole.keys() & set(BY_HAND):
+        yield from [f for f in found.values() if isinstance(f, Record)]
+        return
     best = min([door for door in BY_HAND if door in whole], key=whole.__getitem__)
     for door, f in found.items():
         if not isinstance(f, dict):

@@ -286,6 +286,7 @@ def viewed_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
         return self._dtensor_view(functools.partial(inner, self), arguments, *args, **kwargs)
 
     inside: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
+    inside |= {USED: None, SENT: None}  # of modules that have none of their own: Dynamo traces each read
     if callable(generate := getattr(cls, "generate", None)):
         inside["generate"] = _in_view(generate)
     return made_class(viewed_class, cls, names, forward=forward, **inside)
@@ -303,19 +304,19 @@ def _in_view(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @never_traced
-def _read(module: nn.Module, name: str) -> torch.Tensor | None:
+def _read(module: Any, name: str) -> torch.Tensor | None:
     """A parameter. If a forward reads it, its gradient arrives in the parameter's own placements: operators may produce
     a partial sum, which optimizers would reduce more than once."""
-    p = module._parameters.get(name)
-    if not isinstance(p, DTensor) or not vars(module)[VIEW].depth:
+    p: Any = module._parameters.get(name)
+    if not isinstance(p, DTensor) or not module._dtensor_view.depth:
         return p
+    used: Any = None if module._dtensor_used is None else module._dtensor_used.get(name)
     if not (p.requires_grad and torch.is_grad_enabled()):
-        used = vars(module).get(USED, {}).get(name)
         return p if used is None else p.redistribute(placements=used)
-    placements, sent = vars(module).get(USED, {}).get(name, p.placements), vars(module).get(SENT)
+    own, sent = p.placements, module._dtensor_sent
     if sent is not None and sent.itemsize >= p.dtype.itemsize:
         sent = None
-    return p.redistribute(placements=placements, grad_placements=p.placements, backward_dtype=sent)
+    return p.redistribute(placements=used or own, grad_placements=own, backward_dtype=sent)
 
 
 def _move_at_borders(
