@@ -23,6 +23,9 @@ from ..recording.manifest import manifest
 from .reading import Dumped
 from .summary import MOST, described
 
+NAMED = 8
+"""How many functions an error names."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -69,7 +72,9 @@ def report(model: nn.Module | Callable[..., Any] | None = None) -> Report:
     found = frames_of(model)
     if not found:
         frames = frames_of(None)
-        known = ", ".join(sorted({f"{f.name} ({Path(f.file).name}:{f.line})" for f in frames})) or "nothing"
+        names = sorted({f"{f.name} ({Path(f.file).name}:{f.line})" for f in frames})
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        known = ", ".join(names[:NAMED]) + more or "nothing"
         raise ArgumentError(
             f"no graph of {_called(model)} went through the passes in this process; these did: {known}. Run it once "
             "first, give the function that is compiled, or look at a dump: code from a cache skips the passes"

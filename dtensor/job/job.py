@@ -49,7 +49,7 @@ import torch.distributed as dist
 from ..errors import AgreementError
 from ..program.stages import now, waits
 from ..torch_private.core import break_connections, cloned_store, default_store, on_error_of_collective
-from ..torch_private.phases import is_compiling
+from ..torch_private.phases import compiling_at, is_compiling, places
 from .collective_order import alike, difference, eager, text
 from .elastic import end, own_keys, state_of, this_process, under_torchrun
 from .groups import all_calls
@@ -345,7 +345,10 @@ class Job:
 
     def _state(self) -> RankState:
         """What this rank does, for the others."""
-        groups, waits, frame = {}, eager.waits, sys._current_frames().get(self._main)
+        groups, waits = {}, eager.waits
+        # While it compiles, Dynamo's own frames come and go on its stack: nobody may follow them from another thread.
+        compiling = compiling_at(self._main)
+        frame = None if compiling is not None else sys._current_frames().get(self._main)
         for calls in all_calls():
             calls.eager.sum_up()
             sums = sorted(set(calls.eager.checksums.values()))
@@ -359,8 +362,8 @@ class Job:
             found = Waiting("graph", "the agreement on a compiled graph")
         elif self._stuck > TELL:
             found = foreign_wait(frame)
-        place = "" if self.idle else place_of(frame)
-        stage = "" if self.idle else now(self._main) or ("compiling" if is_compiling(frame) else "")
+        place = "" if self.idle else compiling or place_of(frame)
+        stage = "" if self.idle else now(self._main) or ("compiling" if compiling is not None else "")
         return RankState(self._beat, self._late, self.failures, place, stage, self._stuck, found, groups)
 
     def _place(self) -> tuple[int, int] | None:
@@ -370,7 +373,7 @@ class Job:
 
     def _compiles(self) -> bool:
         """Whether the main thread compiles, which may take as long as it likes."""
-        return is_compiling(sys._current_frames().get(self._main))
+        return is_compiling(self._main)
 
     def _tell(self, state: RankState, look: Look) -> bool:
         """Let the lines of stages say for whom this rank waits, if it or one of those is at a stage. Whether it is."""
@@ -592,5 +595,7 @@ def explain(error: RuntimeError) -> None:
 
 on_error_of_collective(explain)
 atexit.register(_leave_at_exit)
+
+places.append(place_of)
 
 __all__ = ["Job", "all_here", "explain", "failure_told", "job", "leave"]

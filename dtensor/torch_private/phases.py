@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch._guards import CompileContext
 
-from .on_demand import with_dynamo
+from .on_demand import when_imported, with_dynamo
 
 TRACING, PASSES, GENERATING, COMPILING = "tracing", "passes", "generating code", "compiling kernels"
 LOADING, WAITING, SAVING = "loading", "waiting", "saving"
@@ -137,7 +136,7 @@ class Compilation:
         named = [
             (f"{s.what} for {self.whom}" if s.event == WAITING else s.what, s.began) for s in self._outer if s.what
         ]
-        within = _within(sys._current_frames().get(self.thread), self._outer[-1].event if self._outer else "")
+        within = _within(self.thread, self._outer[-1].event if self._outer else "")
         return [*named, (within, time.monotonic())] if within else named
 
     def _change(self, phase: str) -> None:
@@ -167,6 +166,11 @@ class _Here(threading.local):
 
 
 _here = _Here()
+_compiling: dict[int, str] = {}
+"""The threads that compile -> the line of the user's from which they do."""
+
+places: list[Callable[[FrameType], str]] = []
+"""What finds the line of the user's that a thread is at; `dtensor.job` adds it."""
 _watchers: list[Watcher] = []
 _names: dict[Any, str] = {}
 
@@ -174,6 +178,7 @@ _names: dict[Any, str] = {}
 def watch_compilations(watcher: Watcher) -> Callable[[], None]:
     """Tell `watcher` of every compilation from now on, until what is returned is called."""
     _listen()
+    _modules_tell()
     _watchers.append(watcher)
     return lambda: _watchers.remove(watcher)
 
@@ -184,7 +189,7 @@ def compilation(name: str) -> Iterator[Compilation]:
     if _here.compilation is not None:
         yield _here.compilation
         return
-    made = _here.compilation = Compilation(name)
+    made = _begin(Compilation(name))
     told = list(_watchers)
     try:
         for watcher in told:
@@ -203,8 +208,15 @@ def repeats(reasons: Iterable[str]) -> None:
             watcher.repeated(made)
 
 
+def _begin(made: Compilation) -> Compilation:
+    _here.compilation = made
+    _compiling[threading.get_ident()] = "".join([place(sys._getframe()) for place in places])
+    return made
+
+
 def _finish(made: Compilation, told: list[Watcher]) -> None:
     _here.compilation = None
+    _compiling.pop(threading.get_ident(), None)
     made.enter("end", made.phase)
     for watcher in told:
         watcher.ended(made)
@@ -259,9 +271,7 @@ def _listen() -> None:
 def _note_start(event_name: str) -> None:
     made = _here.compilation
     if made is None and event_name == BACKWARD:
-        made = _here.compilation = Compilation(
-            f"{_names.get(_id(), 'a graph')} (backward)", phase=GENERATING, made=True
-        )
+        made = _begin(Compilation(f"{_names.get(_id(), 'a graph')} (backward)", phase=GENERATING, made=True))
         for watcher in list(_watchers):
             watcher.began(made)
     if made is not None:
@@ -279,43 +289,89 @@ def _note_end(event_name: str) -> None:
             _finish(made, list(_watchers))
 
 
-def _line_of(found: dict[str, Any]) -> str:
-    translator = found["self"]
+def _line_of(translator: Any, *_: Any) -> str:
+    """The line of the user's that Dynamo is at."""
     return f"at {os.path.basename(translator.f_code.co_filename)}:{translator.lineno}"
 
 
-def _count(what: str, of: Callable[[dict[str, Any]], Iterable[Any]], name: str) -> Callable[[dict[str, Any]], str]:
-    """Says which of how many things that it goes through a function is at: the value of its variable `name`."""
-
-    def said(found: dict[str, Any]) -> str:
-        every = list(of(found))
-        return f"{what} {1 + every.index(found[name])} of {len(every)}"
-
-    return said
+def _operator_of(interpreter: Any, *_: Any) -> str:
+    """The operator that an interpreter of a graph is at."""
+    nodes = list(interpreter.graph.nodes)
+    return f"operator {1 + nodes.index(getattr(interpreter, AT))} of {len(nodes)}"
 
 
-WITHIN: dict[tuple[str, str], Callable[[dict[str, Any]], str]] = {
-    ("symbolic_convert.py", "run"): _line_of,
-    ("interpreter.py", "run"): _count("operator", lambda found: found["self"].graph.nodes, "node"),
-    ("scheduler.py", "_codegen"): _count("kernel", lambda found: found["nodes"], "node"),
-    ("async_compile.py", "_wait_futures"): _count("kernel", lambda found: found["kernels"], "key"),
-}
-"""File and function of torch -> what its variables say of how far it is."""
+def _kernel_of(scheduler: Any, nodes: list[Any], *_: Any) -> str:
+    """The kernel that Inductor writes."""
+    return f"kernel {1 + nodes.index(scheduler.current_node)} of {len(nodes)}"
 
 
-def _within(frame: FrameType | None, event: str) -> str:
-    """How far the innermost of the functions in `WITHIN` is that a thread is in; "" if that is unknown. Dynamo's is
+def _compiled_of(_: Any, scope: dict[str, Any], of: int) -> str:
+    """The kernel that Inductor waits for."""
+    return f"kernel {1 + of - _futures(scope)} of {of}"
+
+
+def _futures(scope: dict[str, Any]) -> int:
+    return sum([hasattr(x, "result") for x in list(scope.values())])
+
+
+AT = "_dtensor_at"
+"""The attribute of an interpreter that holds the node that it runs."""
+
+_running: dict[int, list[tuple[str, Callable[[], str]]]] = {}
+"""Thread -> the functions of torch that it is in and that can say how far they are, innermost last: the names of their
+classes, and what says it. Another thread must not follow the frames themselves: Dynamo runs code on frames of its own,
+which are gone at any moment."""
+
+
+def _tells(cls: type, name: str, say: Callable[..., str], more: Callable[..., tuple[Any, ...]] = lambda *_: ()) -> None:
+    """Let a method of a class tell how far it is while it runs; `more` computes further arguments of `say` from its."""
+    own = getattr(cls, name)
+
+    @functools.wraps(own)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stack = _running.setdefault(threading.get_ident(), [])
+        stack.append((cls.__name__, functools.partial(say, self, *args, *more(*args))))
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            stack.pop()
+
+    setattr(cls, name, run)
+
+
+def _tell_interpreter() -> None:
+    own = torch.fx.Interpreter.run_node
+
+    @functools.wraps(own)
+    def run_node(self: Any, n: Any) -> Any:
+        setattr(self, AT, n)
+        return own(self, n)
+
+    torch.fx.Interpreter.run_node = run_node
+    _tells(torch.fx.Interpreter, "run", _operator_of)
+
+
+@functools.cache
+def _modules_tell() -> None:
+    """Let the functions of torch that take long tell how far they are, once their modules are imported."""
+
+    def of(module: str, cls: str, *rest: Any) -> None:
+        when_imported(module, lambda: _tells(getattr(sys.modules[module], cls), *rest))
+
+    _tell_interpreter()
+    of("torch._dynamo.symbolic_convert", "InstructionTranslatorBase", "run", _line_of)
+    of("torch._inductor.scheduler", "Scheduler", "_codegen", _kernel_of)
+    of("torch._inductor.async_compile", "AsyncCompile", "_wait_futures", _compiled_of, lambda scope: (_futures(scope),))
+
+
+def _within(thread: int, event: str) -> str:
+    """How far the innermost of the functions that tell it is that a thread is in; "" if that is unknown. Dynamo's is
     that in which all other steps begin."""
-    while frame is not None:
-        code = frame.f_code
-        found = WITHIN.get((os.path.basename(code.co_filename), code.co_name))
-        if found is not None and f"{os.sep}torch{os.sep}" in code.co_filename:
-            try:
-                return "" if (found is _line_of) != (event == DYNAMO) else found(frame.f_locals)
-            except Exception:  # it has not begun, or another release names its variables otherwise
-                return ""
-        frame = frame.f_back
-    return ""
+    try:
+        name, say = _running[thread][-1]
+        return "" if (name == "InstructionTranslatorBase") != (event == DYNAMO) else say()
+    except Exception:  # it has not begun or has just ended, or another release names its variables otherwise
+        return ""
 
 
 def _id() -> Any:
@@ -331,21 +387,26 @@ def compile_context() -> Any:
     return CompileContext.try_get()
 
 
-COMPILERS = tuple(
-    str(Path(torch.__file__).parent / file) for file in ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
-)
-"""Files of torch that are on the stack of a thread while it compiles, but not while it runs compiled code."""
+def is_compiling(thread: int) -> bool:
+    """Whether a thread is compiling."""
+    return thread in _compiling
 
 
-def is_compiling(frame: FrameType | None) -> bool:
-    """Whether a thread whose current frame is `frame` is compiling."""
-    while frame is not None:
-        if frame.f_code.co_filename in COMPILERS:
-            return True
-        frame = frame.f_back
-    return False
+def compiling_at(thread: int) -> str | None:
+    """The line of the user's at which a thread began to compile; None if it does not compile."""
+    return _compiling.get(thread)
 
 
 __all__ = ["COMPILING", "GENERATING", "LOADING", "PASSES", "PHASES", "SAVING", "TRACING", "WAITING", "Compilation"]
-__all__ += ["Watcher", "compilation", "compile_context", "current", "is_compiling", "phase", "repeats", "wait_for"]
+__all__ += [
+    "Watcher",
+    "compilation",
+    "compile_context",
+    "compiling_at",
+    "current",
+    "is_compiling",
+    "phase",
+    "repeats",
+    "wait_for",
+]
 __all__ += ["watch_compilations"]

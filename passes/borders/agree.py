@@ -41,7 +41,7 @@ class Agree(Pass):
 
     The operator stands at the start of the graph. Where Inductor compiles it, the first collective is made to wait for
     it. Over gloo, an all_reduce that is the first on its group becomes one of tagged messages,
-    `dtensor.all_reduce_start`, so that those of another graph cannot be taken for its own. The texts are those of
+    `dtensor::all_reduce_start`, so that those of another graph cannot be taken for its own. The texts are those of
     `dtensor.comm.agreement`. Values stay the same, but for the order in which more than two ranks add up.
     """
 

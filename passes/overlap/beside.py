@@ -57,13 +57,17 @@ class Beside(Pass):
         place = {node: k for k, node in enumerate(nodes)}
         own, sent = _own(compared), ir.communicating(graph)
         first = next((node for node in sent if node in own), None)
-        later = [] if first is None else sent[sent.index(first) :]
-        pair = next(((start, wait) for start in later if start not in own and (wait := _wait(start))), None)
-        if first is None or pair is None:
+        if first is None:
             return 0
-        start, wait = pair
+        others = [(node, wait) for node in sent if node not in own and (wait := _wait(node)) is not None]
+        others = [(node, wait) for node, wait in others if place[wait] > place[first]]  # those before it are done
+        if not others:
+            return 0
+        start, wait = others[0][0], min([wait for _, wait in others], key=place.__getitem__)
         mine = sorted(own, key=place.__getitem__)
         cut = mine.index(first) + 1
+        if any(place[x] > place[start] for node in mine[:cut] for x in node.all_input_nodes if x not in own):
+            return 0
         order: list[fx.Node] = []
         for node in nodes:
             if node is wait:

@@ -105,7 +105,7 @@ CASES = {
         rf"rank 1: {COMPILES}.*: passes.*: forward graph.*: pass lower \(\d s\)",
     ),
     slow_backend: (
-        rf"rank 0: {COMPILES} .*backend \(\d s\)",
+        rf"rank 0: {COMPILES}.*backend \(\d s\)",
         rf"rank 1: waits in all_reduce.* at .*test_silence.py:\d+ \(\d s\): rank 0 computes at .*\[{COMPILES}.*backend",
     ),
     slow_save: (

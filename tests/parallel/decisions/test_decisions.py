@@ -105,10 +105,14 @@ def compared(model: nn.Module, run, sizes) -> None:
 SIZES = [(4, 8), (3, 5), (5, 7), (4, 8)]
 
 
-def values(rank: int) -> int:
+PROGRAMS = [(True, PLAN), (False, {"*.o.weight": COLUMNS, "*.q.*": ROWS}), (False, PLAN), (True, {})]
+"""Whether sizes are dynamic, and a plan."""
+
+
+def values(rank: int, programs: slice) -> int:
     """On two ranks: static and dynamic sizes, those that ranks divide and those that they do not."""
     mesh, most = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), 0
-    for dynamic, plan in [(False, PLAN), (True, PLAN), (True, {}), (False, {"*.o.weight": COLUMNS, "*.q.*": ROWS})]:
+    for dynamic, plan in PROGRAMS[programs]:
         torch.compiler.reset()
         model = distribute_model(decoder(), mesh, plan, outputs={})
         compared(model, torch.compile(model, backend="dtensor", options=AOT, dynamic=dynamic), SIZES)
@@ -137,10 +141,12 @@ def on_two_axes(rank: int) -> int:
     return frames.recent_frames()[-1].decided.operators
 
 
-def test_values_on_two_ranks():
-    assert run_ranks(values, 2, timeout=600)[0] > 100
+@pytest.mark.parametrize("programs", [slice(1), pytest.param(slice(1, 4), marks=pytest.mark.nightly)])
+def test_values_on_two_ranks(programs):
+    assert run_ranks(values, 2, programs, timeout=600)[0] > 100
 
 
+@pytest.mark.nightly
 def test_values_on_two_axes():
     assert run_ranks(on_two_axes, 4, timeout=600)[0] > 100
 
