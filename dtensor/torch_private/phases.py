@@ -189,7 +189,8 @@ def compilation(name: str) -> Iterator[Compilation]:
     if _here.compilation is not None:
         yield _here.compilation
         return
-    made = _begin(Compilation(name))
+    _note_place()
+    made = _here.compilation = Compilation(name)
     told = list(_watchers)
     try:
         for watcher in told:
@@ -208,10 +209,8 @@ def repeats(reasons: Iterable[str]) -> None:
             watcher.repeated(made)
 
 
-def _begin(made: Compilation) -> Compilation:
-    _here.compilation = made
+def _note_place() -> None:
     _compiling[threading.get_ident()] = "".join([place(sys._getframe()) for place in places])
-    return made
 
 
 def _finish(made: Compilation, told: list[Watcher]) -> None:
@@ -271,7 +270,10 @@ def _listen() -> None:
 def _note_start(event_name: str) -> None:
     made = _here.compilation
     if made is None and event_name == BACKWARD:
-        made = _begin(Compilation(f"{_names.get(_id(), 'a graph')} (backward)", phase=GENERATING, made=True))
+        _note_place()
+        made = _here.compilation = Compilation(
+            f"{_names.get(_id(), 'a graph')} (backward)", phase=GENERATING, made=True
+        )
         for watcher in list(_watchers):
             watcher.began(made)
     if made is not None:
