@@ -89,7 +89,8 @@ class _Tapped:
             number = self.taps.site(self.phase, "", "", "input", k, "input", _spec(node), ())
             self.tap(start, node, token, number)
         for node in wanted:
-            self.tap(_after(node, end), node, token, self.site(node))
+            # What a redistribution sends may be an input, such as what the forward saved.
+            self.tap(start if node.op == "placeholder" else _after(node, end), node, token, self.site(node))
         with graph.inserting_before(end):
             _call(graph, torch.ops.dtensor.record_end.default, (token,))
 
