@@ -48,7 +48,7 @@ def manifest(frame: Frame) -> dict[str, Any]:
         "removed": _removed(frame, names),
         "passes": [_change(change) for change in frame.changes],
         "alternatives": [_alternative(a) for a in frame.alternatives],
-        "decided": asdict(frame.decided) if frame.decided else None,
+        "decided": asdict(frame.decided) | {"gap": frame.decided.gap} if frame.decided else None,
         "graph_breaks": frame.breaks,
         "recompiled": frame.recompiled,
         "totals": totals(collectives),

@@ -189,10 +189,10 @@ def _decided(frames: list[Dumped]) -> list[str]:
         if d and d["why"]:
             lines.append(f"{f.name}: each operator chose its layouts: {d['why']}")
         elif d:
-            gap = max(0.0, 1 - d["bound"] / d["seconds"]) if d["seconds"] else 0.0
+            missed = f"; {d['missed']} others chose for themselves" if d["missed"] else ""
             lines.append(
                 f"{f.name}: layouts of {d['operators']} operators were decided together; by the model of cost no "
-                f"others save more than {gap:.2%}"
+                f"others save more than {d['gap']:.2%}{missed}"
             )
     return lines
 

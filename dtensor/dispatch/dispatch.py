@@ -36,7 +36,7 @@ from .global_view import may_be_written
 from .plain_operands import mark_alike, mark_local
 from .prepared import Prepared
 from .view_copies import copies, freshen, remember, wrote
-from .whole_graph import now
+from .whole_graph import OperatorLayouts, now
 
 MOST_DECISIONS = 1 << 16
 """Maximum number of cached decisions; one more clears the cache."""
@@ -67,6 +67,7 @@ def install(cls: type, make: Callable[[torch.Tensor, Spec], torch.Tensor]) -> No
 
 
 DEVICE = 7
+"""Where the device stands among the arguments that `wrapper_of` makes."""
 
 
 def wrapper_of(spec: Spec, device: torch.device) -> tuple[Any, ...]:
@@ -206,17 +207,16 @@ def _look_up(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         out = _uncached(found, func, args, kwargs)
         mark_local(out, func, args, kwargs)
     else:
-        following = now.following
-        index = None if following is None else following.find(func, (args, kwargs), mesh_of((args, kwargs)))
-        layouts = None if following is None or index is None else following.decided[index]
+        layouts = _layouts_of(func, args, kwargs)
         key = tuple(parts) if layouts is None else (*parts, layouts)
-        prepared = _cache.get(key)
+        by_default = (*key, torch.get_default_dtype())
+        prepared = _cache.get(key) or _cache.get(by_default)
         if prepared is None:
             if len(_cache) >= MOST_DECISIONS:
                 _cache.clear()
-            prepared = _cache[key] = Prepared(decide(func, args, kwargs, layouts), func, args, kwargs)
-        if following is not None and not prepared.decision.kind:
-            following.take(index, func)
+            prepared = Prepared(decide(func, args, kwargs, layouts), func, args, kwargs)
+            _cache[by_default if _has_default_dtype(prepared.decision, parts) else key] = prepared
+        _take(func, prepared.decision)
         if now.recorder is not None:
             return now.recorder.run(prepared.decision.on(mesh_of((args, kwargs))), func, args, kwargs)
         if found:
@@ -232,13 +232,10 @@ def _look_up(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _uncached(found: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call that has plain tensors among its arguments, or sizes that no key can hold."""
     if not found & PLAIN:
-        following = now.following
-        index = None if following is None else following.find(func, (args, kwargs), mesh_of((args, kwargs)))
-        layouts = None if following is None or index is None else following.decided[index]
+        layouts = _layouts_of(func, args, kwargs)
         with disable_proxy_modes_tracing():  # keep the arithmetic on sizes out of the graph
             decision = decide(func, args, kwargs, layouts).on(mesh_of((args, kwargs)))
-        if following is not None and not decision.kind:
-            following.take(index, func)
+        _take(func, decision)
         return run(decision.traced(), func, args, kwargs)
     if func._schema.name.startswith(FOREACH):
         return KINDS["foreach"](func, args, kwargs)
@@ -249,6 +246,26 @@ def _uncached(found: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
         mark_alike(args[0], written=True)
         return args[0]
     return out
+
+
+def _layouts_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorLayouts | None:
+    """The layouts decided for a call, if this thread follows decisions and it is in them."""
+    following = now.following
+    return None if following is None else following.find(func, (args, kwargs), mesh_of((args, kwargs)))
+
+
+def _take(func: OpOverload, decision: Decision) -> None:
+    """Tell what this thread follows, if anything, that a call was decided; others take it apart into further calls."""
+    if now.following is not None and not decision.kind:
+        now.following.take(func)
+
+
+def _has_default_dtype(decision: Decision, parts: Iterable[Any]) -> bool:
+    """Whether a result may be of torch's default dtype: a floating-point one that neither an operand has nor the call
+    names. Few calls are such, so the default is part of their keys only."""
+    given = [part.dtype if isinstance(part, Spec) else part for part in parts if isinstance(part, (Spec, torch.dtype))]
+    made = any(s is not None and (s.dtype.is_floating_point or s.dtype.is_complex) for s in decision.outputs)
+    return made and not any(dtype.is_floating_point or dtype.is_complex for dtype in given)
 
 
 def mesh_of(given: Any) -> Any:

@@ -9,7 +9,7 @@ next in order. Where a program is not what was recorded, operators choose their 
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,10 +18,8 @@ import torch
 
 from ..mesh.provenance import look_up_each
 from ..program import environment
+from ..rules import State
 from ..torch_private.core import OpOverload, real_object, tree_leaves
-
-State = tuple[int | str | None, ...]
-"""Where a tensor is, by mesh axis: None (replicated), a dim (sharded) or a reduce op (partial)."""
 
 AHEAD = 64
 """How many recorded operators may be left out where a program runs fewer than were recorded."""
@@ -69,30 +67,31 @@ class Following:
         self.mesh: Any = mesh
         self.at: int = 0
         self.missed: list[str] = []
+        self._found: int | None = None
 
     def restart(self) -> None:
         """The program runs from its beginning."""
-        self.at = 0
+        self.at, self.missed = 0, []
 
-    def find(self, func: OpOverload, given: Any, mesh: Any) -> int | None:
-        """The index of the recorded operator that a call is; None if it is none of the next ones."""
-        if real_object(mesh) is not self.mesh:
-            return None
+    def find(self, func: OpOverload, given: Any, mesh: Any) -> OperatorLayouts | None:
+        """The layouts of the recorded operator that a call is; None if it is none of the next ones."""
+        self._found = None
         dims: tuple[int, ...] | None = None
         for k in range(self.at, min(self.at + AHEAD, len(self.decided))):
             layouts = self.decided[k]
-            if layouts.func is func:
+            if layouts.func is func and real_object(mesh) is self.mesh:
                 dims = dims or tuple([x.dim() for x in tree_leaves(given) if isinstance(x, torch.Tensor)])
                 if layouts.dims == dims:
-                    return k
+                    self._found = k
+                    return layouts
         return None
 
-    def take(self, index: int | None, func: OpOverload) -> None:
-        """The operator at `index` runs now; None for one that was not recorded."""
-        if index is None:
+    def take(self, func: OpOverload) -> None:
+        """The call that was looked for last runs as one operator."""
+        if self._found is None:
             self.missed.append(str(func))
         else:
-            self.at = index + 1
+            self.at = self._found + 1
 
 
 @dataclass(frozen=True)
@@ -103,12 +102,14 @@ class Told:
         operators: for how many operators layouts were decided.
         seconds: that a step takes with them, as the model of cost has it.
         bound: no other layouts take fewer seconds under that model.
+        missed: how many operators of the trace were not recorded, and chose for themselves.
         why: why nothing was decided; "" if something was.
     """
 
     operators: int = 0
     seconds: float = 0.0
     bound: float = 0.0
+    missed: int = 0
     why: str = ""
 
     @property
@@ -123,7 +124,7 @@ class _Now(threading.local):
     told: Told | None = None
 
 
-now = _Now()
+now: _Now = _Now()
 """The decisions that operators of this thread follow, the recorder that is given them instead, and what is said of the
 decisions of the graph that this thread traced last; None where nothing was to be decided."""
 
@@ -152,28 +153,26 @@ def is_deciding() -> bool:
 
 
 @contextmanager
-def followed(following: Following | None) -> Iterator[None]:
-    """Context in which the operators of this thread follow decisions; with None, they choose for themselves."""
-    before, now.following = now.following, following
+def _with(name: str, value: Any) -> Iterator[None]:
+    before = getattr(now, name)
+    setattr(now, name, value)
     look_up_each(1)
     try:
         yield
     finally:
         look_up_each(-1)
-        now.following = before
+        setattr(now, name, before)
 
 
-@contextmanager
-def recorded(recorder: Recorder) -> Iterator[None]:
+def followed(following: Following) -> AbstractContextManager[None]:
+    """Context in which the operators of this thread follow decisions."""
+    return _with("following", following)
+
+
+def recorded(recorder: Recorder) -> AbstractContextManager[None]:
     """Context in which the operators of this thread are handed to a recorder."""
-    before, now.recorder = now.recorder, recorder
-    look_up_each(1)
-    try:
-        yield
-    finally:
-        look_up_each(-1)
-        now.recorder = before
+    return _with("recorder", recorder)
 
 
-__all__ = ["Following", "OperatorLayouts", "Recorder", "State", "Told", "deciding", "followed", "is_deciding", "now"]
+__all__ = ["Following", "OperatorLayouts", "Recorder", "Told", "deciding", "followed", "is_deciding", "now"]
 __all__ += ["recorded"]

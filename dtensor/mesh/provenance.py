@@ -7,6 +7,7 @@ Each note has a type, and a rule for how it travels when a pass makes a node lik
 
 import functools
 import importlib
+import threading
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -220,11 +221,14 @@ def keep_specs(wanted: bool) -> None:
 looked_up: int = 0
 """How many reasons there are for dispatch to look up each operator, rather than take its quick path."""
 
+_counting = threading.Lock()
+
 
 def look_up_each(more: int) -> None:
     """Count one more such reason, or with -1 one less."""
     global looked_up
-    looked_up += more
+    with _counting:  # ranks may be threads
+        looked_up += more
 
 
 def keeps_specs() -> bool:

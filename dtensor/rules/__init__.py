@@ -33,7 +33,7 @@ from .families.advanced_indexing import MASKS
 from .families.replicated import WHOLE, needs_whole
 from .local_calls import FOR_EMPTY
 from .lookup import rule_of
-from .rule import Candidate, Rule, candidates
+from .rule import Candidate, Rule, State, candidates
 
 FAMILIES = (
     advanced_indexing,
@@ -73,6 +73,7 @@ __all__ = [
     "LocalCall",
     "Output",
     "Rule",
+    "State",
     "base_name",
     "candidates",
     "choose",

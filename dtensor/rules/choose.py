@@ -14,7 +14,7 @@ from ..mesh.mesh import facts
 from ..mesh.tensor_spec import Spec
 from ..prices.links import Network, seconds
 from ..torch_private.symbolic_sizes import hint
-from .rule import Candidate, Factor, Rule, candidates, shares_dim
+from .rule import Candidate, Factor, Rule, State, candidates, shares_dim
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,16 @@ def choose(rule: Rule, operands: list[Spec], in_place: bool = False, network: Ne
 def choose_as(
     rule: Rule,
     operands: list[Spec],
-    inputs: Sequence[Sequence[int | str | None] | None],
-    outputs: Sequence[Sequence[int | str | None] | None],
+    inputs: Sequence[State | None],
+    outputs: Sequence[State | None],
     in_place: bool = False,
 ) -> Choice | None:
     """The layouts for `operands` that were decided elsewhere.
 
     Args:
         rule, operands, in_place: as in `choose`.
-        inputs: for each operand what each mesh axis holds of it: None (replicated), a dim or a reduce op; None for any.
-        outputs: likewise of each output.
+        inputs: for each operand the state in which it is taken; None for any.
+        outputs: for each output the state in which it is made; None where it is no tensor.
 
     Returns:
         The layouts; None if the rule does not allow them for these sizes.

@@ -25,6 +25,9 @@ Dim = tuple[Factor, ...]
 """Factors of one dim, major to minor; empty for a dim that is never sharded (a broadcast one, for example)."""
 Dims = tuple[Dim, ...]
 
+State = tuple[int | str | None, ...]
+"""Where a tensor is, by mesh axis: None (replicated), a dim (sharded) or a reduce op (partial)."""
+
 LINEAR_OPS = ("sum", "avg")
 
 
@@ -140,4 +143,4 @@ def shares_dim(rule: Rule, factor: Factor) -> bool:
     return any(factor in d and len(d) > 1 for t in tensors for d in t)
 
 
-__all__ = ["Candidate", "Dim", "Dims", "Factor", "Rule", "candidates", "position", "shares_dim"]
+__all__ = ["Candidate", "Dim", "Dims", "Factor", "Rule", "State", "candidates", "position", "shares_dim"]

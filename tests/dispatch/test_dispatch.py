@@ -310,3 +310,17 @@ def test_outputs_are_worked_out_once_for_all_layouts(mesh, monkeypatch):
         assert told(lambda x: x / 2, (6, 10), dtype=torch.int64) == ({((6, 10), torch.float64)}, 1)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_decision_is_for_the_default_dtype_of_its_call():
+    """Of integers a quotient has the default dtype, which a program may change between two calls."""
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.arange(4), mesh, [Shard(0)])
+        try:
+            for dtype in (torch.float32, torch.float64, torch.float32):
+                torch.set_default_dtype(dtype)
+                half = x / 2
+                assert half.dtype == half.to_local().dtype == dtype
+        finally:
+            torch.set_default_dtype(torch.float32)

@@ -2,7 +2,9 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +41,16 @@ def decide_frame(run_forward: Callable[..., Any], inputs: Sequence[Any], paramet
         return None
     now.told = Told(len(decisions.layouts), decisions.seconds, decisions.bound)
     following = Following(decisions.layouts, decisions.mesh)
-    return partial(followed, following), following.restart
+    return partial(_traced, following), following.restart
+
+
+@contextmanager
+def _traced(following: Following) -> Iterator[None]:
+    """Context of a trace, after which `now.told` says how many operators were not recorded."""
+    with followed(following):
+        yield
+    if now.told is not None:
+        now.told = replace(now.told, missed=len(following.missed))
 
 
 def decided(run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: Collection[int]) -> Decisions | str:

@@ -17,9 +17,10 @@ import torch
 
 from ...dispatch.dispatch import run, wrap
 from ...dispatch.global_view import global_view
-from ...dispatch.whole_graph import State, recorded
+from ...dispatch.whole_graph import recorded
 from ...errors import ShardingError
 from ...mesh.tensor_spec import Spec
+from ...rules import State
 from ...tensor.tensor import DTensor
 from ...torch_private.core import (
     FakeTensorMode,
@@ -69,6 +70,14 @@ class _Recorder:
         self.meshes: dict[Value, Any] = {}
         self.entered: list[tuple[int, str]] = [(-1, "")]
 
+    def empty(self, spec: Spec) -> Any:
+        """A DTensor in which nothing is. Those whose local tensors are alike have the same one."""
+        key = spec.local_shape(), spec.dtype, spec.mesh.device_type
+        if key not in self.locals:
+            shape, dtype, device = key
+            self.locals[key] = torch.empty(shape, dtype=dtype, device=device)
+        return wrap(self.locals[key], spec)
+
     def note(self, x: DTensor, value: Value) -> Value:
         """Remember which value a tensor is, and keep the tensor so that no other gets its id."""
         self.known[id(x)] = value
@@ -113,7 +122,7 @@ class _Recorder:
         else:
             kinds = [str(r.type) for r in func._schema.returns]
             results = [
-                _nothing(kind) if spec is None else _empty(spec, self.locals)
+                _nothing(kind) if spec is None else self.empty(spec)
                 for spec, kind in zip_longest(decision.outputs, kinds)
             ]
         storage = operands[0].storage if operands and (func.is_view or decision.returns_self) else None
@@ -131,7 +140,7 @@ class _Recorder:
         given = self.value(x)
         layout = type(x._spec.layout).parse(args[1], x.dim())
         dtype = kwargs.get("dtype") or x._spec.dtype
-        out = _empty(Spec.make(x._spec.mesh, layout, x._spec.shape, x._spec.stride, dtype))
+        out = self.empty(Spec.make(x._spec.mesh, layout, x._spec.shape, x._spec.stride, dtype))
         if layout is x._spec.layout and given in self.recording.fixed:
             self.note(out, given)
             return out
@@ -197,17 +206,6 @@ def _nothing(kind: str | None) -> int | None:
     return 0 if kind in ("int", "SymInt") else None
 
 
-def _empty(spec: Spec, known: dict[Any, torch.Tensor] | None = None) -> Any:
-    """A DTensor in which nothing is; `known` has local tensors that others of their kind have, too."""
-    shape, device = spec.local_shape(), spec.mesh.device_type
-    local = None if known is None else known.get((shape, spec.dtype, device))
-    if local is None:
-        local = torch.empty(shape, dtype=spec.dtype, device=device)
-        if known is not None:
-            known[shape, spec.dtype, device] = local
-    return wrap(local, spec)
-
-
 def record(run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: Collection[int]) -> Recording:
     """Record a program and, where its inputs require gradients, its backward.
 
@@ -226,8 +224,8 @@ def record(run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: C
     tape = recorder.recording.tape
     with ExitStack() as stack:
         stack.enter_context(disable_current_modes())
-        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        copies = [_with_numbers(x, mode) for x in inputs]
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        copies = [_with_numbers(x, recorder) for x in inputs]
         for k, x in enumerate(copies):
             if isinstance(x, DTensor):
                 recorder.made(x, PARAMETER if k in parameters and x.requires_grad else INPUT, str(k))
@@ -260,20 +258,20 @@ def _wants_gradient(x: Any) -> bool:
 def _tangent(x: torch.Tensor, recorder: _Recorder) -> torch.Tensor:
     if not isinstance(x, DTensor):
         return torch.empty_like(x)
-    made = _empty(x._spec.with_layout(x._spec.layout.without_partial()))
+    made = recorder.empty(x._spec.with_layout(x._spec.layout.without_partial()))
     value = recorder.made(made, MADE, f"tangent {len(recorder.recording.tangents)}")
     recorder.recording.tangents[value] = recorder.value(x)
     return made
 
 
-def _with_numbers(x: Any, mode: FakeTensorMode) -> Any:
-    """An argument on fake tensors of this mode, with numbers in place of symbolic sizes."""
+def _with_numbers(x: Any, recorder: _Recorder) -> Any:
+    """An argument of its own, with numbers in place of symbolic sizes."""
     if isinstance(x, torch.SymInt):
         return hint(x)
     if isinstance(x, DTensor):
         spec = x._spec
         shape, stride = (tuple([hint(n) for n in some]) for some in (spec.shape, spec.stride))
-        made = _empty(Spec.make(spec.mesh, spec.layout, shape, stride, spec.dtype))
+        made = recorder.empty(Spec.make(spec.mesh, spec.layout, shape, stride, spec.dtype))
         return made.requires_grad_(x.requires_grad)
     if isinstance(x, torch.Tensor):
         shape, stride = (tuple([hint(n) for n in some]) for some in (x.shape, x.stride()))

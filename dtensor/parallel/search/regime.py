@@ -20,7 +20,6 @@ class Regime:
         gradients: the dtype in which gradients of parameters are sent; None for their own.
         by_operator: whether every operator runs in the layouts found for it (`dtensor.parallel.decisions`), rather than
             in those that the engine chooses between the borders of modules.
-        overlap: whether moves that need wait for nothing are hidden behind computation.
     """
 
     training: bool = True
@@ -28,7 +27,6 @@ class Regime:
     parts: int = 1
     gradients: torch.dtype | None = None
     by_operator: bool = False
-    overlap: bool = True
 
     def itemsize(self, dtype: torch.dtype) -> int:
         """Bytes of an element of a gradient as it is sent."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy
 
@@ -19,8 +19,7 @@ from ...layout.placements import Partial, Placement, Replicate, Shard
 from ...prices.links import WORK, Link, Network, seconds
 from ...prices.overlap import ROOM
 from ...rules.choose import MOVES
-
-State: TypeAlias = tuple[int | str | None, ...]
+from ...rules.rule import State
 
 
 def state_of(layout: Layout) -> State:

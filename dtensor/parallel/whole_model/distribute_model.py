@@ -85,9 +85,9 @@ def distribute_model(
             returned in full.
         check_inputs: compare the inputs of the ranks in every call: checksums along axes where inputs must be the same,
             shapes along the others. Ranks exchange a few numbers for this, in compiled code behind the first collective
-            of the model. If they differ, all raise RuntimeError. Plain tensors held by modules that meet DTensors
-            inside are also compared, from time to time and without waiting for other ranks; if they differ,
-            AgreementError is raised.
+            of the model. If they differ, all raise AgreementError (under Inductor alone a RuntimeError of the same
+            text). Plain tensors held by modules that meet DTensors inside are also compared, from time to time and
+            without waiting for other ranks; if they differ, AgreementError is raised.
         src_data_rank: the rank along each axis whose parameter and buffer values all ranks receive; None uses each
             rank's own values.
 

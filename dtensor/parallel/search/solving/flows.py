@@ -101,11 +101,10 @@ class Flows:
                 forward, later = (max([u.times for u in by_phase.get(b, [])], default=0.0) for b in (False, True))
                 held = sum([self.all.which[v] is t for v in self.all.held]) / t.count
                 again = max(0.0, 1.0 - held - later / forward)
-            beside = self.regime.overlap and self.all.beside(t, backward)
-            self._shared(t, made, phase, Paid(beside, backward, again, t.like.dtype.itemsize))
+            self._shared(t, made, phase, Paid(self.all.beside(t, backward), backward, again, t.like.dtype.itemsize))
         for (g, p), n in self.all.gradients.items():
             if g is t:
-                paid = Paid(self.regime.overlap, True, 0.0, self.regime.itemsize(t.like.dtype))
+                paid = Paid(True, True, 0.0, self.regime.itemsize(t.like.dtype))
                 self._shared(t, made, [_User(stored[p], float(n), True)], paid)
 
     def _shared(self, t: Tensor, made: Chosen, users: list["_User"], paid: Paid) -> None:
@@ -170,7 +169,7 @@ class Flows:
             balance.setdefault(b, {})[k] = 1.0
             if not beside:
                 said = way.said or self.regime.by_operator
-                columns.cost[k] += price * way.times * (1.0 if said else 1 + UNSAID) * (1 + paid.again)
+                columns.cost[k] += price * way.times * (1.0 if said else 1 + UNSAID)
                 continue
             axis, start = first_start(self.network, a, b)
             taken = self.choices.machine.taken(self.network.links[axis], gradient and shared)
