@@ -169,6 +169,13 @@ def _mixtral_sequence(lib: Any) -> Styles:
 # GPT-2
 
 
+def _gpt2_model(t: Any) -> nn.Module:
+    """The model, told its loss: it warns of a name that it does not find, in the forward, where that breaks a graph."""
+    model = t.GPT2LMHeadModel(t.GPT2Config(vocab_size=VOCAB, **GPT2, **NO_DROPOUT))
+    model.loss_type = "ForCausalLM"
+    return model
+
+
 def _gpt2(lib: Any) -> Styles:
     return _pair(lib, ("transformer.h.*.mlp.c_fc",), ("transformer.h.*.mlp.c_proj",))
 
@@ -290,7 +297,7 @@ SUBJECTS = {
         ),
         Subject(
             "gpt2",
-            lambda t: t.GPT2LMHeadModel(t.GPT2Config(vocab_size=VOCAB, **GPT2, **NO_DROPOUT)),
+            _gpt2_model,
             _tokens,
             ("transformer.h",),
             {"*.c_fc.weight": 1, "*.c_fc.bias": 0, "*.mlp.c_proj.weight": 0},
