@@ -21,6 +21,10 @@ from ..program import environment
 from ..rules import State
 from ..torch_private.core import OpOverload, real_object, tree_leaves
 
+TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+"""Operators that are neither recorded nor followed: their result is where their operand is. A trace has more of them
+than the program, wherever a tensor is saved."""
+
 AHEAD = 64
 """How many recorded operators may be left out where a program runs fewer than were recorded."""
 
@@ -77,6 +81,8 @@ class Following:
         """The layouts of the recorded operator that a call is; None if it is none of the next ones."""
         self._found = None
         dims: tuple[int, ...] | None = None
+        if func in TRANSPARENT:
+            return None
         for k in range(self.at, min(self.at + AHEAD, len(self.decided))):
             layouts = self.decided[k]
             if layouts.func is func and real_object(mesh) is self.mesh:
@@ -88,6 +94,8 @@ class Following:
 
     def take(self, func: OpOverload) -> None:
         """The call that was looked for last runs as one operator."""
+        if func in TRANSPARENT:
+            return
         if self._found is None:
             self.missed.append(str(func))
         else:
@@ -174,5 +182,5 @@ def recorded(recorder: Recorder) -> AbstractContextManager[None]:
     return _with("recorder", recorder)
 
 
-__all__ = ["Following", "OperatorLayouts", "Recorder", "Told", "deciding", "followed", "is_deciding", "now"]
-__all__ += ["recorded"]
+__all__ = ["TRANSPARENT", "Following", "OperatorLayouts", "Recorder", "Told", "deciding", "followed", "is_deciding"]
+__all__ += ["now", "recorded"]

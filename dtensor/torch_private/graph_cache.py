@@ -324,8 +324,16 @@ def _on_copies(compiled: Any, donated: list[int]) -> Callable[[list[Any]], Any]:
     return call
 
 
-Traced = tuple[Callable[[], AbstractContextManager[Any]], Callable[[], None]]
-"""Makes the context of a trace of a graph; and what is called when the graph's function begins to run there."""
+class Traced(Protocol):
+    """How a graph is traced: once for what AOTAutograd has to know of it beforehand, and once for good."""
+
+    def context(self) -> AbstractContextManager[Any]:
+        """The context of one trace."""
+        ...
+
+    def run(self, run_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the graph's function in a trace."""
+        ...
 
 
 Prepare = Callable[[fx.Graph, Callable[..., Any], Sequence[Any], Sequence[int]], Traced | None]
@@ -353,8 +361,8 @@ def _stand_before(prepare: Prepare) -> None:
             static = kwargs.get("static_input_indices") or ()
             gm = None if kwargs.get("pre_dispatch") else _graph_of(flat_fn)
             traced = None if gm is None else prepare(gm.graph, flat_fn, args, static)
-            with nullcontext() if traced is None else traced[0]():
-                found = collect(_from_its_beginning(flat_fn, traced), **kwargs)(*args)
+            with nullcontext() if traced is None else traced.context():
+                found = collect(_run_by(traced, flat_fn), **kwargs)(*args)
             last.prepared = found, traced
             return found
 
@@ -364,8 +372,8 @@ def _stand_before(prepare: Prepare) -> None:
     def captured(aot_state: Any, flat_fn: Any) -> Any:
         found, traced = getattr(last, "prepared", (None, None))
         traced = traced if found is aot_state.fw_metadata else None
-        with nullcontext() if traced is None else traced[0]():
-            return capture(aot_state, _from_its_beginning(flat_fn, traced))
+        with nullcontext() if traced is None else traced.context():
+            return capture(aot_state, _run_by(traced, flat_fn))
 
     aot_autograd.run_functionalized_fw_and_collect_metadata = collected
     aot_autograd.aot_stage1_graph_capture = captured
@@ -377,16 +385,8 @@ def _graph_of(flat_fn: Any) -> fx.GraphModule | None:
     return next((x for x in cells if isinstance(x, fx.GraphModule)), None)
 
 
-def _from_its_beginning(flat_fn: Any, traced: Traced | None) -> Any:
-    if traced is None:
-        return flat_fn
-
-    @functools.wraps(flat_fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        traced[1]()
-        return flat_fn(*args, **kwargs)
-
-    return run
+def _run_by(traced: Traced | None, flat_fn: Any) -> Any:
+    return flat_fn if traced is None else functools.wraps(flat_fn)(functools.partial(traced.run, flat_fn))
 
 
 __all__ = ["WHOLE", "Exchange", "Session", "Traced", "before_tracing", "exchange_from_now_on", "exchanging", "install"]

@@ -9,6 +9,7 @@ import torch
 
 from dtensor import fallbacks
 from dtensor.compile import statistics
+from dtensor.compile.recording.frames import recent_frames
 from dtensor.torch_private.compiling import dynamo_counters
 
 from .models import EXAMPLES
@@ -18,12 +19,14 @@ STEPS = 5
 
 
 class Found(NamedTuple):
-    """What a comparison saw: collectives of the graphs, and what else is counted in compiled code alone."""
+    """What a comparison saw: collectives of the graphs, what else is counted in compiled code alone, and operators of
+    graphs whose layouts were decided that were not among those for which they were."""
 
     collectives: Counter[str]
     graphs: int
     breaks: Counter[str]
     fallbacks: Counter[str]
+    missed: int
 
 
 def made(name: str) -> torch.nn.Module:
@@ -55,7 +58,8 @@ def compare(name: str, way: str, how: str) -> Found:
         torch.testing.assert_close(found, want, msg=f"loss after {step + 1} steps: {{}}".format)
         want.backward(), found.backward()
     collectives = Counter(c.op for r in seen.records if r.direction != "joint" for c in r.collectives)
-    return Found(collectives, seen.graphs, breaks, fallbacks() - before)
+    missed = sum([frame.decided.missed for frame in recent_frames() if frame.decided is not None])
+    return Found(collectives, seen.graphs, breaks, fallbacks() - before, missed)
 
 
 def _compare_once(plain: torch.nn.Module, given: Any, model: torch.nn.Module, ours: Any, run: Any) -> None:

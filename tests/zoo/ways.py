@@ -1,8 +1,9 @@
 """What is done to a model of the zoo: each way takes the plain model and gives the sharded one. All ranks have the same
 batch, so that a mean over them is one device's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from dtensor import DTensor, Replicate, distribute_model, distribute_tensor, init_device_mesh, search
+from dtensor import DTensor, Replicate, distribute_model, distribute_tensor, init_device_mesh, prepare, search
 from dtensor.interop import convert_module
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.prices.links import Link
@@ -20,18 +21,27 @@ from .models import EXAMPLES
 
 Given = dict[str, Any]
 
+FAST = Link(alpha=1e-9, bandwidth=1e14, memory=1e14, launch=1e-9, start=1e-9)
+"""Over it models as small as those of the zoo share nearly all of their work; over others they gather and compute alike."""
 
-def tensor_parallel(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
+
+def tensor_parallel(
+    model: nn.Module, name: str, given: Given, links: Sequence[Link] | None = None
+) -> tuple[nn.Module, Given]:
     """By `distribute_model`."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    prepare(mesh, links=links)
     distribute_model(model, mesh, EXAMPLES[name].plan, outputs={})
     assert any(isinstance(p, DTensor) and p.placements != (Replicate(),) for p in model.parameters())
     return model, _cut(name, given, mesh)
 
 
-def two_dimensional(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
+def two_dimensional(
+    model: nn.Module, name: str, given: Given, links: Sequence[Link] | None = None
+) -> tuple[nn.Module, Given]:
     """The same, beside `fully_shard`."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    prepare(mesh, links=links)
     distribute_model(model, mesh["tp"], EXAMPLES[name].plan, outputs={})
     return _by_layers(fully_shard, model, mesh["dp"]), _cut(name, given, mesh["tp"])
 
@@ -45,8 +55,7 @@ def found(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
     """By a plan that is searched, on processors and over links on which it pays to share the work."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     machine = replace(MACHINES["cpu"], launch=0.0)
-    link = Link(alpha=1e-9, bandwidth=1e14, memory=1e14, launch=1e-9, start=1e-9)
-    plan = search(model, mesh, given, links={"tp": link}, machine=machine)
+    plan = search(model, mesh, given, links={"tp": FAST}, machine=machine)
     assert plan.parameters or plan.inputs
     return distribute_model(model, mesh, plan, outputs={}), plan.part(given, mesh)
 
@@ -113,9 +122,11 @@ ALL, SOME, DECODERS = tuple(EXAMPLES), ("llama", "vit", "convolutions"), ("llama
 
 WAYS: dict[str, tuple[int, Callable[..., Any], tuple[str, ...]]] = {
     "tp": (2, tensor_parallel, ALL),
+    "tp, fast": (2, partial(tensor_parallel, links=[FAST]), ALL),
     "found": (2, found, ALL),
     "fsdp": (2, fully_sharded, ALL),
     "2d": (4, two_dimensional, ALL),
+    "2d, fast": (4, partial(two_dimensional, links=[FAST, FAST]), ALL),
     "styles": (2, in_styles, DECODERS),
     "torch tp": (2, in_torch_styles, DECODERS),
     "torch fsdp2": (2, in_torch_fsdp2, SOME),
@@ -128,9 +139,10 @@ WAYS: dict[str, tuple[int, Callable[..., Any], tuple[str, ...]]] = {
 HOW: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "compiled": {"options": {"inner": "aot_eager"}},
+    "one by one": {"options": {"inner": "aot_eager", "decide": False}},
     "inductor": {},
 }
-"""How a model runs: the arguments of torch.compile beside the backend."""
+"""How a model runs: the arguments of torch.compile beside the backend. One by one, each operator chooses for itself."""
 
 THIRD = ALL[::3]
 """The models that are compiled by Inductor, too."""
@@ -139,7 +151,13 @@ THIRD = ALL[::3]
 def cases() -> list[tuple[str, str, str]]:
     """Name, way and how, of all that is tried."""
     found = [(name, way, how) for name in EXAMPLES for way in WAYS if name in WAYS[way][2] for how in HOW]
-    return [case for case in found if case[2] != "inductor" or (case[0] in THIRD and case[1] == "tp")]
+    return [case for case in found if _is_of_interest(*case)]
+
+
+def _is_of_interest(name: str, way: str, how: str) -> bool:
+    if way.endswith("fast"):
+        return how == "compiled"
+    return how in ("eager", "compiled") or (way == "tp" and (how != "inductor" or name in THIRD))
 
 
 __all__ = ["HOW", "THIRD", "WAYS", "cases"]

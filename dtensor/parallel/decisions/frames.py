@@ -10,10 +10,11 @@ from typing import Any
 
 from ...dispatch.whole_graph import Following, Told, followed, is_deciding, now
 from ...errors import ShardingError
+from ...layout.layout import Layout
 from ...program.source_lines import users_level
 from ...program.stages import Stage
 from ...tensor.tensor import DTensor
-from ...torch_private.core import UnknownValue
+from ...torch_private.core import UnknownValue, tree_leaves, tree_map
 from ...torch_private.graph_cache import Traced
 from .deciding import Decisions, decide
 from .recording import record
@@ -30,7 +31,7 @@ def decide_frame(run_forward: Callable[..., Any], inputs: Sequence[Any], paramet
         parameters: indices of those that are parameters or buffers.
 
     Returns:
-        The context in which it is traced, and what restarts it; None if it is traced as it is.
+        How it is traced; None if it is traced as it is.
     """
     now.told = None
     if not is_deciding() or not any(isinstance(x, DTensor) for x in inputs):
@@ -40,17 +41,40 @@ def decide_frame(run_forward: Callable[..., Any], inputs: Sequence[Any], paramet
         now.told = Told(why=decisions) if decisions else None
         return None
     now.told = Told(len(decisions.layouts), decisions.seconds, decisions.bound)
-    following = Following(decisions.layouts, decisions.mesh)
-    return partial(_traced, following), following.restart
+    return Trace(Following(decisions.layouts, decisions.mesh))
 
 
-@contextmanager
-def _traced(following: Following) -> Iterator[None]:
-    """Context of a trace, after which `now.told` says how many operators were not recorded."""
-    with followed(following):
-        yield
-    if now.told is not None:
-        now.told = replace(now.told, missed=len(following.missed))
+class Trace:
+    """The traces of a frame that follow its decisions."""
+
+    def __init__(self, following: Following) -> None:
+        self.following = following
+        self.layouts: list[Layout | None] | None = None
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """As `Traced`. After a trace `now.told` says how many operators were not recorded."""
+        with followed(self.following):
+            yield
+        if now.told is not None:
+            now.told = replace(now.told, missed=len(self.following.missed))
+
+    def run(self, run_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As `Traced`. What the last trace returns is laid out as the first one said, which is what callers are given:
+        operators that only one of them has may have led the other to other layouts."""
+        self.following.restart()
+        out = run_forward(*args, **kwargs)
+        layouts = [x._spec.layout if isinstance(x, DTensor) else None for x in tree_leaves(out)]
+        if self.layouts is None or layouts == self.layouts:
+            self.layouts = layouts
+            return out
+        said = iter(self.layouts)
+        return tree_map(partial(_laid_out, said), out)
+
+
+def _laid_out(said: Iterator[Layout | None], x: Any) -> Any:
+    layout = next(said)
+    return x if layout is None or layout == x._spec.layout else x.redistribute(placements=layout.placements)
 
 
 def decided(run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: Collection[int]) -> Decisions | str:
@@ -72,4 +96,4 @@ def decided(run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: 
         return decide(recording) or "the solver found no layouts"
 
 
-__all__ = ["decide_frame", "decided"]
+__all__ = ["Trace", "decide_frame", "decided"]

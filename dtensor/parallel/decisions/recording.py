@@ -17,7 +17,7 @@ import torch
 
 from ...dispatch.dispatch import run, wrap
 from ...dispatch.global_view import global_view
-from ...dispatch.whole_graph import recorded
+from ...dispatch.whole_graph import TRANSPARENT, recorded
 from ...errors import ShardingError
 from ...mesh.tensor_spec import Spec
 from ...rules import State
@@ -106,6 +106,10 @@ class _Recorder:
             raise NotRecorded(f"{func} makes results whose shape depends on values")
         if decision.kind:
             return run(decision, func, args, kwargs)
+        if func in TRANSPARENT:
+            (out,) = (self.empty(spec) for spec in decision.outputs)
+            self.note(out, self.value(args[0]))
+            return out
         operands: list[Value] = []
 
         def seen(a: Any) -> Any:

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from dtensor import Shard, distribute_model, distribute_tensor, init_device_mesh
 from dtensor.compile.recording import frames
 from dtensor.dispatch.whole_graph import Following, OperatorLayouts, followed
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from dtensor.parallel.decisions.frames import Trace
 from dtensor.testing import fake_ranks, run_ranks
 
 WIDTH, HEADS = 16, 4
@@ -118,7 +120,7 @@ def values(rank: int, programs: slice) -> int:
         compared(model, torch.compile(model, backend="dtensor", options=AOT, dynamic=dynamic), SIZES)
         told = [f.decided for f in frames.recent_frames() if f.decided is not None]
         assert told
-        assert not any(t.why for t in told)
+        assert not any(t.why or t.missed for t in told)
         most = max(most, told[-1].operators)
     return most
 
@@ -196,6 +198,42 @@ def test_a_program_that_is_another_chooses_for_itself():
             assert x.exp().placements == (Shard(0),)  # that was before
         assert following.missed == ["aten.sin.default", "aten.exp.default"]
         assert x.relu().placements == (Shard(0),)
+
+
+class Checkpointed(Decoder):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_all_operators_of_a_trace_are_found():
+    """Also where the trace has more of them than the program: activation checkpointing detaches all that is made."""
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = distribute_model(Checkpointed(2, WIDTH), mesh, PLAN, check_inputs=False)
+        step(model, batch())
+        told = frames.recent_frames()[-1].decided
+    assert told.operators > 100
+    assert told.missed == 0
+
+
+def test_a_second_trace_returns_what_the_first_one_said():
+    """Whatever layouts its operators come to."""
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        relu = OperatorLayouts(torch.ops.aten.relu.default, (2,), ((1,),), ((1,),))
+        following = Following([relu], mesh)
+        trace = Trace(following)
+        with trace.context():
+            assert trace.run(lambda y: [y.relu(), 1], x)[0].placements == (Shard(1),)
+        following.decided = []
+        with trace.context():
+            out, one = trace.run(lambda y: [y.relu(), 1], x)
+        assert out.placements == (Shard(1),)
+        assert one == 1
+        assert following.missed == ["aten.relu.default"]
 
 
 def test_layouts_that_a_rule_does_not_allow_are_not_taken():
