@@ -113,7 +113,8 @@ class Look:
         _told.append((self.job, key))
         if len(_told) > KEPT:
             job, old = _told.popleft()
-            job.store.delete_key(old)
+            if job is self.job:  # the file behind the store of a job that has ended may be gone: torch waits for it
+                job.store.delete_key(old)
 
     def hear(self) -> None:
         """Compare with the numbers that other ranks have written so far.

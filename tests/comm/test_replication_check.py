@@ -172,6 +172,18 @@ def test_old_notes_leave_the_store(monkeypatch):
     ]
 
 
+def test_the_store_of_a_job_that_has_ended_is_left_alone(monkeypatch):
+    """The file behind it may be gone, for which torch waits."""
+    monkeypatch.setattr(replication_check, "KEPT", 1)
+    calls = SimpleNamespace(name="g", ranks=(0, 1))
+    before, now = Here(), Here()
+    for job, places in ((before, "ab"), (now, "cd")):
+        for place in places:
+            Look(job, calls, place, [Given("x", X)]).tell()
+    assert [before.store.check([f"dtensor/alike/g/0/{place}/0"]) for place in "ab"] == [False, True]
+    assert [now.store.check([f"dtensor/alike/g/0/{place}/0"]) for place in "cd"] == [False, True]
+
+
 def test_which_uses_are_looked_at():
     assert [uses for uses in range(2 * EVERY + 1) if is_due(uses)] == [0, 1, EVERY, 2 * EVERY]
 
