@@ -22,7 +22,7 @@ from .models import EXAMPLES
 Given = dict[str, Any]
 
 FAST = Link(alpha=1e-9, bandwidth=1e14, memory=1e14, launch=1e-9, start=1e-9)
-"""Over it models as small as those of the zoo share nearly all of their work; over others they gather and compute alike."""
+"""Over it models as small as those of the zoo share nearly all of their work; else they gather and compute alike."""
 
 
 def tensor_parallel(
