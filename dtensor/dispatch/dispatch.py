@@ -36,7 +36,7 @@ from .global_view import may_be_written
 from .plain_operands import mark_alike, mark_local
 from .prepared import Prepared
 from .view_copies import copies, freshen, remember, wrote
-from .whole_graph import OperatorLayouts, now
+from .whole_graph import OperatorLayouts, moved, now, place
 
 MOST_DECISIONS = 1 << 16
 """Maximum number of cached decisions; one more clears the cache."""
@@ -163,11 +163,11 @@ def _carry_out(prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
     if prepared.moves:
         if strictness.active():
             strictness.check(decision, func, args, kwargs)
-        for place, redistribution in prepared.moves:
+        for at, redistribution in prepared.moves:
             held = local
-            for i in place[:-1]:
+            for i in at[:-1]:
                 held = held[i]
-            held[place[-1]] = redistribution(held[place[-1]])
+            held[at[-1]] = moved(held[at[-1]], redistribution.spec, redistribution.dst, redistribution)
     for i, value in prepared.fixed:
         local[i : i + 1] = (value,)
     made = prepared.call(*local, **kwargs) if prepared.local is None else prepared.local(func, tuple(local), kwargs)
@@ -250,14 +250,15 @@ def _uncached(found: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 def _layouts_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorLayouts | None:
     """The layouts decided for a call, if this thread follows decisions and it is in them."""
-    following = now.following
+    following = place()
     return None if following is None else following.find(func, (args, kwargs), mesh_of((args, kwargs)))
 
 
 def _take(func: OpOverload, decision: Decision) -> None:
     """Tell what this thread follows, if anything, that a call was decided; others take it apart into further calls."""
-    if now.following is not None and not decision.kind:
-        now.following.take(func)
+    following = None if decision.kind else place()
+    if following is not None:
+        following.take(func)
 
 
 def _has_default_dtype(decision: Decision, parts: Iterable[Any]) -> bool:
@@ -402,7 +403,10 @@ def _run(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: di
 
     def localized(x: Any) -> torch.Tensor:
         target = next(moves, None)
-        return x._local_tensor if target is None else redistribute_local(x._local_tensor, x._spec, target)
+        if target is None:
+            return x._local_tensor
+        move = functools.partial(redistribute_local, spec=x._spec, dst=target)
+        return moved(x._local_tensor, x._spec, target, move)
 
     local_args = [mapped(a, localized) for a in args]
     local_kwargs = {k: mapped(a, localized) for k, a in kwargs.items()}

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.replication_check import BY_VIEW, compare, is_due, note_drawn, note_taken
 from ..mesh.mesh import facts
-from ..mesh.provenance import ALIKE, LAYOUT, LOCAL
+from ..mesh.provenance import ALIKE, LOCAL
 from ..torch_private.core import FakeTensor, FunctionalTensor, fx_traceback, graph_node, is_being_compiled
 from .plain_operands import (
     check_invariant,
@@ -29,6 +29,7 @@ from .plain_operands import (
     is_alike,
     is_differentiated,
     is_marked,
+    is_whole,
     mark_alike,
 )
 
@@ -163,14 +164,9 @@ def _sources(node: torch.fx.Node) -> tuple[list[torch.fx.Node], list[torch.fx.No
             if draws(n):
                 drawn.append(n)
                 waiting += n.all_input_nodes
-            elif not _is_whole(n):
+            elif not is_whole(n):
                 found.append(n)
     return found, drawn
-
-
-def _is_whole(node: torch.fx.Node) -> bool:
-    """Whether a node is the local tensor of a replicated DTensor."""
-    return set(node.meta.get(LAYOUT, "")) == {"R"}
 
 
 def _line() -> str:

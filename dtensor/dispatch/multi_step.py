@@ -31,6 +31,7 @@ from .dispatch import KINDS, run, with_plain_wrapped
 from .fallback import fell_back
 from .implicit_moves import moves_of, named_operands
 from .plain_operands import region_of_torch
+from .whole_graph import now
 
 
 def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,6 +142,8 @@ def _inplace_view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     x = args[0]
     made = functional(*args, **kwargs)
     x._local_tensor, x._spec = made._local_tensor, made._spec
+    if now.recorder is not None:
+        now.recorder.becomes(x, made)
     return return_and_correct_aliasing(func, args, kwargs, x)
 
 

@@ -46,6 +46,7 @@ from ..torch_private.core import (
     schema,
     tree_leaves,
 )
+from .whole_graph import now
 
 MARK = "rank_invariant"
 """Attribute of a storage: the version of the tensor when it was marked, or the `_Recorder` for inference tensors."""
@@ -167,7 +168,7 @@ def _objection(x: torch.Tensor) -> str | None:
         node = graph_node(x)
         if node is not None:
             return _origin(node)
-        if is_being_compiled():
+        if is_being_compiled() or now.recorder is not None:
             # Dynamo and AOTAutograd first compute shapes without a graph; the trace that has one comes later.
             return None
     if not is_marked(x):
@@ -181,8 +182,17 @@ def is_differentiated(x: torch.Tensor) -> bool:
 
 
 def _origin(node: torch.fx.Node) -> str | None:
-    """Why `node` can differ between ranks, from the first such ancestor (or itself); None if there is none."""
-    return next((reason for _, reason in differing(node)), None)
+    """Why `node` can differ between ranks, from the first such ancestor (or itself); None if there is none.
+
+    A formula of torch's meets what the forward made again, which may have taken whole DTensors as global values.
+    """
+    formula = is_in_formula()
+    return next((reason for n, reason in differing(node) if not (formula and is_whole(n))), None)
+
+
+def is_whole(node: torch.fx.Node) -> bool:
+    """Whether a node is the local tensor of a replicated DTensor."""
+    return set(node.meta.get(LAYOUT, "")) == {"R"}
 
 
 def differing(node: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, str]]:

@@ -8,18 +8,21 @@ next in order. Where a program is not what was recorded, operators choose their 
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..mesh.provenance import look_up_each
 from ..program import environment
 from ..rules import State
-from ..torch_private.core import OpOverload, real_object, tree_leaves
+from ..torch_private.core import OpOverload, backward_number, forward_number, real_object, tree_leaves
 
 TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 """Operators that are neither recorded nor followed: their result is where their operand is. A trace has more of them
@@ -27,6 +30,11 @@ than the program, wherever a tensor is saved."""
 
 AHEAD = 64
 """How many recorded operators may be left out where a program runs fewer than were recorded."""
+
+
+Node = tuple[int, int]
+"""A node of autograd, by the next operator of the forward that runs when it has been made, of those whose layouts are
+decided: the operator's index; and how many nodes back from then on. An operator's own node is one back."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +46,14 @@ class OperatorLayouts:
         dims: number of dims of each operand.
         inputs: for each operand the state in which it is taken; None for any.
         outputs: for each result the state in which it is made; None where it is no tensor.
+        node: of an operator of a backward, the node of autograd that runs it; None of other operators.
     """
 
     func: OpOverload
     dims: tuple[int, ...]
     inputs: tuple[State | None, ...]
     outputs: tuple[State | None, ...]
+    node: Node | None = None
 
 
 class Recorder(Protocol):
@@ -53,6 +63,41 @@ class Recorder(Protocol):
         """What a call returns; `decision` says how it would run if it chose for itself."""
         ...
 
+    def becomes(self, x: Any, made: Any) -> None:
+        """The tensor `x` is from now on the result `made` of an operator."""
+        ...
+
+
+class Copies:
+    """What tensors were moved to, for operators after the first that take them there.
+
+    In a graph equal moves are one. Here a copy is kept as long as its tensor is alive and neither is written to.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, tuple[StorageWeakRef, int, torch.Tensor, int]] = {}
+
+    def moved(self, local: torch.Tensor, spec: Any, dst: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """The local tensor `local` of a DTensor of `spec`, moved to the layout `dst` by `move`, or as before."""
+        if type(local) is not torch.Tensor:
+            return move(local)
+        storage = local.untyped_storage()
+        key = storage._cdata, local.storage_offset(), local.shape, local.stride(), spec, dst
+        if (found := self._kept.get(key)) is not None:
+            owner, version, copy, copy_version = found
+            if not owner.expired() and (version, copy_version) == (local._version, copy._version):
+                return copy
+        made = move(local)
+        for k in [k for k, (owner, *_) in self._kept.items() if owner.expired()]:
+            del self._kept[k]
+        if type(made) is torch.Tensor and made.untyped_storage()._cdata != storage._cdata:
+            self._kept[key] = StorageWeakRef(storage), local._version, made, made._version
+        return made
+
+    def clear(self) -> None:
+        """Keep none any longer."""
+        self._kept.clear()
+
 
 class Following:
     """A program's place in its decisions.
@@ -60,17 +105,22 @@ class Following:
     Args:
         decided: the layouts of its operators, in the order in which they were recorded.
         mesh: the mesh on which they run; operators on others are not looked for.
+        copies: what tensors were moved to before, where the program is not traced.
 
     Attributes:
         at: index of the next operator.
         missed: operators of the program that were not recorded there.
+        made: where the program is not traced: how many nodes of autograd there were at each of its operators, and that
+            operator's index; -1 if it was not recorded.
     """
 
-    def __init__(self, decided: Sequence[OperatorLayouts], mesh: Any) -> None:
+    def __init__(self, decided: Sequence[OperatorLayouts], mesh: Any, copies: Copies | None = None) -> None:
         self.decided: Sequence[OperatorLayouts] = decided
         self.mesh: Any = mesh
+        self.copies: Copies | None = copies
         self.at: int = 0
         self.missed: list[str] = []
+        self.made: list[tuple[int, int]] = []
         self._found: int | None = None
 
     def restart(self) -> None:
@@ -96,6 +146,8 @@ class Following:
         """The call that was looked for last runs as one operator."""
         if func in TRANSPARENT:
             return
+        if self.copies is not None:
+            self.made.append((forward_number(), -1 if self._found is None else self._found))
         if self._found is None:
             self.missed.append(str(func))
         else:
@@ -124,6 +176,69 @@ class Told:
     def gap(self) -> float:
         """How far they are at most from the best, as a fraction of the seconds."""
         return max(0.0, 1 - self.bound / self.seconds) if self.seconds else 0.0
+
+
+class Ran:
+    """A forward that followed decisions operator by operator, whose backward does, too, whenever it comes.
+
+    A backward runs in an order of its own, perhaps on a thread of its own, and not at once. So its operators are looked
+    for among those of the node of autograd that runs them.
+
+    Args:
+        forward: the forward, at its end.
+        first: the number of the first node that it made.
+    """
+
+    def __init__(self, forward: Following, first: int) -> None:
+        self.first: int = first
+        self.copies: Copies = forward.copies or Copies()
+        self._mesh: Any = forward.mesh
+        self._numbers = [number for number, _ in forward.made]
+        self._indices = [index for _, index in forward.made]
+        self._of: dict[Node, list[OperatorLayouts]] = {}
+        for layouts in forward.decided:
+            if layouts.node is not None:
+                self._of.setdefault(layouts.node, []).append(layouts)
+        self._places: dict[int, tuple[int, Following]] = {}
+        self._known: set[int] = set()
+
+    def at(self, number: int) -> Following | None:
+        """The place in the decisions of the node with this number; None if it is none of this forward."""
+        if not self._numbers or not self.first <= number < self._numbers[-1]:
+            return None
+        run = torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
+        if run not in self._known:
+            self._known.add(run)
+            torch.autograd.Variable._execution_engine.queue_callback(self.copies.clear)
+        if number not in self._places or self._places[number][0] != run:
+            k = bisect_right(self._numbers, number)
+            node = self._indices[k], self._numbers[k] - number
+            self._places[number] = run, Following(self._of.get(node, ()), self._mesh, self.copies)
+        return self._places[number][1]
+
+
+RUNS = 256
+"""Forwards whose backwards may follow decisions: more than anybody runs before the first backward."""
+
+
+class _Runs:
+    """The forwards that ran last, by thread: nodes are numbered by the thread that made them."""
+
+    def __init__(self) -> None:
+        self.by_thread: dict[int, deque[Ran]] = {}
+
+    def add(self, ran: Ran) -> None:
+        self.by_thread.setdefault(threading.get_ident(), deque(maxlen=RUNS)).append(ran)
+
+    def at(self, number: int) -> Following | None:
+        """The place in decisions of the node that runs on this thread, be it one of autograd's own."""
+        known = self.by_thread
+        runs = known.get(threading.get_ident()) or (next(iter(known.values())) if len(known) == 1 else ())
+        return next((found for ran in reversed(runs) if (found := ran.at(number)) is not None), None)
+
+
+runs: _Runs = _Runs()
+"""Forwards that followed decisions without being compiled."""
 
 
 class _Now(threading.local):
@@ -160,6 +275,25 @@ def is_deciding() -> bool:
     return environment.switched("decide", True) if asked is None else asked
 
 
+def place() -> Following | None:
+    """Where this thread is in the decisions that it follows, if it follows any."""
+    if now.following is not None or not runs.by_thread:
+        return now.following
+    number = backward_number()
+    return None if number is None else runs.at(number)
+
+
+def moved(local: torch.Tensor, spec: Any, dst: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The local tensor `local` of a DTensor of `spec`, moved to the layout `dst` by `move`.
+
+    Where decisions are followed and nothing is traced, a tensor is moved once for all operators that take it there.
+    """
+    following = place()
+    if following is None or following.copies is None:
+        return move(local)
+    return following.copies.moved(local, spec, dst, move)
+
+
 @contextmanager
 def _with(name: str, value: Any) -> Iterator[None]:
     before = getattr(now, name)
@@ -182,5 +316,5 @@ def recorded(recorder: Recorder) -> AbstractContextManager[None]:
     return _with("recorder", recorder)
 
 
-__all__ = ["TRANSPARENT", "Following", "OperatorLayouts", "Recorder", "Told", "deciding", "followed", "is_deciding"]
-__all__ += ["now", "recorded"]
+__all__ = ["TRANSPARENT", "Copies", "Following", "Node", "OperatorLayouts", "Ran", "Recorder", "Told", "deciding"]
+__all__ += ["followed", "is_deciding", "moved", "now", "place", "recorded", "runs"]

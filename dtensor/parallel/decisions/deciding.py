@@ -73,13 +73,18 @@ def decide(recording: Recording) -> Decisions | None:
     if solution is None:
         return None
     layouts: list[OperatorLayouts] = []
+    at: dict[Any, int] = {}
     for op in tape.ops:
         if op.func == BORDER:
             continue
         step = steps.of[op]
         inputs = tuple([solution.uses.get((step, k)) for k in range(len(op.operands))])
         outputs = tuple([None if t is None else solution.states.get(t) for t in step.outputs])
-        layouts.append(OperatorLayouts(op.func, tuple([v.ndim for v in op.operands]), inputs, outputs))
+        dims = tuple([v.ndim for v in op.operands])
+        at[op] = len(layouts)
+        maker, back = recording.node.get(op, (None, 0))
+        node = None if maker not in at else (at[maker], back)
+        layouts.append(OperatorLayouts(op.func, dims, inputs, outputs, node))
     return Decisions(tuple(layouts), mesh, solution.seconds, solution.bound)
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -77,11 +77,19 @@ def _laid_out(said: Iterator[Layout | None], x: Any) -> Any:
     return x if layout is None or layout == x._spec.layout else x.redistribute(placements=layout.placements)
 
 
-def decided(run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: Collection[int]) -> Decisions | str:
-    """Record a frame and decide its layouts; or why that cannot be done, "" where there is nothing to decide."""
+def decided(
+    run_forward: Callable[..., Any],
+    inputs: Sequence[Any],
+    parameters: Collection[int],
+    inside: Mapping[str, DTensor] | None = None,
+) -> Decisions | str:
+    """Record a program and decide its layouts; or why that cannot be done, "" where there is nothing to decide.
+
+    A reason that nobody foresaw is also a warning.
+    """
     with Stage("deciding layouts", inside=True):
         try:
-            recording = record(run_forward, inputs, parameters)
+            recording = record(run_forward, inputs, parameters, inside)
         except (ShardingError, *UnknownValue) as error:  # what is wrong will be said when it is traced
             log.info("layouts are chosen operator by operator: %s", error)
             return str(error)

@@ -6,11 +6,13 @@ The tape is that of the search (`dtensor.parallel.search.tape`). Unlike a tape o
 what the program itself says of layouts: a redistribution is a border whose result is in a given state.
 """
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ class Recording:
         tangents: gradient with which the backward starts -> the result whose gradient it is.
         handed_back: gradients of inputs that are no parameters.
         mesh: the mesh on which most operators run, whose operators these are; None without any.
+        node: operator of the backward -> the node of autograd that runs it, as in `dispatch.whole_graph.Node`.
     """
 
     tape: Tape = field(default_factory=Tape)
@@ -58,10 +61,12 @@ class Recording:
     tangents: dict[Value, Value] = field(default_factory=dict[Value, Value])
     handed_back: list[Value] = field(default_factory=list[Value])
     mesh: Any = None
+    node: dict[Op, tuple[Op, int]] = field(default_factory=dict[Op, tuple[Op, int]])
 
 
 class _Recorder:
     def __init__(self) -> None:
+        self.nodes: list[tuple[int, Op]] = []
         self.recording = Recording()
         self.known: dict[int, Value] = {}
         self.alive: list[Any] = []
@@ -121,6 +126,12 @@ class _Recorder:
         given, named = tuple([seen(a) for a in args]), {k: seen(a) for k, a in kwargs.items()}
         op = Op(func, given, named, operands, [], decision.many, self.path(), self.backward)
         self.recording.tape.ops.append(op)
+        if not self.backward:
+            self.nodes.append((forward_number(), op))
+        elif (number := backward_number()) is not None:
+            after = bisect_right(self.nodes, number, key=itemgetter(0))
+            if after < len(self.nodes):
+                self.recording.node[op] = self.nodes[after][1], self.nodes[after][0] - number
         if decision.returns_self:
             results = [args[0]]
         else:
@@ -137,6 +148,10 @@ class _Recorder:
                 value.maker, value.index = op, k
             op.outputs.append(value)
         return results if decision.many else next(iter(results), None)
+
+    def becomes(self, x: DTensor, made: DTensor) -> None:
+        """As `dispatch.whole_graph.Recorder`."""
+        self.note(x, self.value(made))
 
     def redistributed(self, args: Any, kwargs: Any) -> Any:
         """A redistribution, which the program says itself."""
@@ -210,13 +225,19 @@ def _nothing(kind: str | None) -> int | None:
     return 0 if kind in ("int", "SymInt") else None
 
 
-def record(run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: Collection[int]) -> Recording:
+def record(
+    run_forward: Callable[..., Any],
+    inputs: Sequence[Any],
+    parameters: Collection[int],
+    inside: Mapping[str, DTensor] | None = None,
+) -> Recording:
     """Record a program and, where its inputs require gradients, its backward.
 
     Args:
         run_forward: the program, a function of flat arguments.
         inputs: its arguments, on fake tensors. Symbolic sizes are recorded as their hints.
         parameters: indices of those that are parameters or buffers.
+        inside: further parameters, by name, which the program reads from elsewhere.
 
     Returns:
         What was recorded.
@@ -233,10 +254,14 @@ def record(run_forward: Callable[..., Any], inputs: Sequence[Any], parameters: C
         for k, x in enumerate(copies):
             if isinstance(x, DTensor):
                 recorder.made(x, PARAMETER if k in parameters and x.requires_grad else INPUT, str(k))
+        for name, x in (inside or {}).items():
+            recorder.made(x, PARAMETER if x.requires_grad else INPUT, name)
+            copies.append(x)
         stack.enter_context(recorded(recorder))
         stack.enter_context(global_view(False))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # another thread records nothing
         with torch.enable_grad() if any(_wants_gradient(x) for x in copies) else torch.no_grad():
-            out = [x for x in tree_leaves(run_forward(*copies)) if isinstance(x, torch.Tensor)]
+            out = [x for x in tree_leaves(run_forward(*copies[: len(inputs)])) if isinstance(x, torch.Tensor)]
         results = [x for x in out if isinstance(x, DTensor)]
         tape.results = [recorder.value(x) for x in results]
         starts = [x for x in out if x.requires_grad]

@@ -7,6 +7,7 @@ on local tensors use the styles of `dtensor.parallel` instead.
 
 import contextlib
 import functools
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -17,9 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from ...comm.from_plain import check_module, mesh_of
+from ...dispatch.dispatch import wrap
 from ...dispatch.global_view import global_view
+from ...dispatch.whole_graph import now
 from ...errors import CallOrderError, PlacementError
+from ...layout.layout import Layout
 from ...layout.placements import Placement, Replicate, Shard
+from ...mesh.tensor_spec import Spec
 from ...program import environment
 from ...tensor.factories import distribute_tensor
 from ...tensor.tensor import DTensor
@@ -31,7 +36,16 @@ from ..modules.distribute_module import DISTRIBUTED, distribute_parameter
 from ..modules.forward_wrapping import made_class, with_own_code, wrap_call, wrap_forward
 from ..modules.replaced import following
 from .by_name import at_borders, chosen_placements, fitting
-from .inputs import Placements, check_names, entry_of, is_by_name, mapped, mapped_arguments, parameter_names
+from .inputs import (
+    Placements,
+    arguments_of,
+    check_names,
+    entry_of,
+    is_by_name,
+    mapped,
+    mapped_arguments,
+    parameter_names,
+)
 from .plan import FINDERS, INPUT, OUTPUT, Activation, Plan, check_mesh, modules_of, on_axes, recomputed_of
 from .tp_plan import placements_of_plan
 
@@ -71,9 +85,11 @@ def distribute_model(
             several match a name, the one with most non-wildcard characters applies. Tensors that no pattern matches are
             replicated. "model" uses the `tp_plan` of a transformers model, over the mesh axis "tp" or the only axis. A
             `Plan`, as `dtensor.search` finds one, also says where activations and, unless `inputs` does, inputs are.
-            "auto" searches for one, for `batch`; where activations are it says in eager mode only, as compiled graphs
-            decide that.
-        batch: for "auto", the arguments of forward as `dtensor.search` takes them, with the sizes of the whole batch.
+            "auto" searches for one, for `batch`; where activations are is then decided as below.
+        batch: the arguments of forward as `dtensor.search` takes them, with the sizes of the whole batch; values do not
+            count. With it eager mode follows layouts decided for the whole forward and backward, as compiled code does,
+            so that it sends the same; without, each operator chooses for itself. The first call takes longer, as
+            forward and backward are recorded; a warning says where that was not possible.
         inputs: the placements of tensors in the arguments of forward, including those in tuples, lists, dicts and
             dataclasses. None: full tensors, the same on all ranks. `{"dp": Shard(0)}`: each rank of "dp" passes its
             part of the batch, all of equal length. Tensors without that dim are full tensors; DTensors are not changed.
@@ -112,7 +128,8 @@ def distribute_model(
     mesh = mesh_of(device_mesh)
     if getattr(model, DISTRIBUTED, False):
         raise CallOrderError("the model was distributed before; call distribute_model once, on the plain model")
-    found = placements == "auto" and environment.switched("decide", True)
+    decides = environment.switched("decide", True)
+    found = placements == "auto" and decides
     if isinstance(placements, str):
         placements = _by_word(placements, model, mesh, batch)
     read: dict[torch.Tensor, tuple[Placement, ...]] = {}
@@ -134,7 +151,8 @@ def distribute_model(
     alike: Any = {} if named else inputs or {}
     others = at_borders(alike, mesh, "inputs")
     given = None if outputs is None else at_borders(outputs, mesh, "outputs")
-    view = _View(mesh, taken, others, given, check_inputs)
+    sizes = None if batch is None or not decides else _sizes(batch)
+    view = _View(mesh, taken, others, given, check_inputs, sizes)
     buffers: dict[torch.Tensor, DTensor] = {}
     before = {module: dict(_own(module._parameters)) for module in model.modules()}
 
@@ -155,8 +173,9 @@ def distribute_model(
                 module._buffers[name] = buffers[b]
     for name in recomputed:
         wrap_call(model.get_submodule(name), functools.partial(checkpoint, use_reentrant=False))
-    for name, borders in around.items():
-        _move_at_borders(model.get_submodule(name), mesh, borders, in_eager_mode_only=found)
+    if not found:
+        for name, borders in around.items():
+            _move_at_borders(model.get_submodule(name), mesh, borders)
     for module in model.modules():
         # Fully sharded parameters have their own property.
         names = tuple(sorted(name for name, p in _own(module._parameters) if SHARDED_AS not in vars(p)))
@@ -191,6 +210,16 @@ def _by_word(word: str, model: nn.Module, mesh: DeviceMesh, batch: Any) -> Mappi
     return FINDERS[word](model, mesh, batch)
 
 
+def _sizes(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a forward, with tensors in which nothing is."""
+
+    def empty(x: torch.Tensor, _: str) -> torch.Tensor:
+        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return made.requires_grad_(x.requires_grad)
+
+    return mapped_arguments(empty, (), *arguments_of(batch))
+
+
 def _own(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     return ((name, x) for name, x in tensors.items() if x is not None)
 
@@ -208,8 +237,10 @@ class _View:
         others: Sequence[Placement],
         outputs: Sequence[Placement] | None,
         checked: bool,
+        batch: tuple[tuple[Any, ...], dict[str, Any]] | None,
     ) -> None:
-        self.mesh, self.inputs, self.others, self.outputs = mesh, inputs, others, outputs
+        self.mesh, self.inputs, self.others, self.outputs, self.batch = mesh, inputs, others, outputs, batch
+        self.decisions: Any = None
         self.depth = self.runs = 0
         self.check = InputCheck(mesh) if checked else None
 
@@ -218,7 +249,7 @@ class _View:
         return made
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _View, (self.mesh, self.inputs, self.others, self.outputs, self.check is not None)
+        return _View, (self.mesh, self.inputs, self.others, self.outputs, self.check is not None, self.batch)
 
     @traced_with_caller
     def __call__(self, forward: Callable[..., Any], names: Sequence[str], /, *args: Any, **kwargs: Any) -> Any:
@@ -231,17 +262,54 @@ class _View:
         args, kwargs = mapped_arguments(functools.partial(self._take, plain), names, args, kwargs)
         if self.check is not None:
             self.check(plain)
+        if self.batch is None or torch.compiler.is_compiling():
+            return self._run(forward, args, kwargs)
+        with self._following(forward, names):
+            return self._run(forward, args, kwargs)
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self.running():
             out = forward(*args, **kwargs)
         return mapped(self._give, out, "")
+
+    def _following(self, forward: Callable[..., Any], names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """Context in which the forward of the model, and its backward, follow what is decided for the batch."""
+        module = getattr(forward, "__self__", None) if not isinstance(forward, functools.partial) else forward.args[0]
+        if not getattr(module, DISTRIBUTED, False):
+            return contextlib.nullcontext()
+        if self.decisions is None:
+            known = importlib.import_module("dtensor.parallel.decisions.eager")
+            self.decisions = known.EagerDecisions(module, functools.partial(self._on_batch, forward, names))
+        return self.decisions.followed()
+
+    def _on_batch(self, forward: Callable[..., Any], names: Sequence[str]) -> Any:
+        """Run the forward on DTensors of the batch's sizes in which nothing is."""
+
+        def empty(x: torch.Tensor, name: str) -> torch.Tensor:
+            layout = Layout.of(self._placements(name, x), x.dim())
+            spec = Spec.make(self.mesh, layout, tuple(x.shape), tuple(x.stride()), x.dtype)
+            local = torch.empty(spec.local_shape(), dtype=x.dtype, device=self.mesh.device_type)
+            return wrap(local, spec).requires_grad_(x.requires_grad)
+
+        assert self.batch is not None
+        args, kwargs = mapped_arguments(empty, names, *self.batch)
+        runs = self.runs
+        try:
+            return self._run(forward, args, kwargs)
+        finally:
+            self.runs = runs
+
+    def _placements(self, name: str, x: torch.Tensor) -> tuple[Placement, ...]:
+        """Where an argument of the forward is."""
+        entry = entry_of(name, self.inputs)
+        return tuple(fitting(self.others if entry is None else self.inputs[entry], x))
 
     @never_traced
     def _take(self, plain: list[Given], x: torch.Tensor, name: str) -> torch.Tensor:
         """An argument of the forward as a DTensor. Plain tensors are also added to `plain`."""
         if isinstance(x, DTensor):
             return x
-        entry = entry_of(name, self.inputs)
-        placements = fitting(self.others if entry is None else self.inputs[entry], x)
+        placements = self._placements(name, x)
         plain.append((name, x, [axis for axis, p in enumerate(placements) if isinstance(p, Shard)]))
         return DTensor.from_local(x, self.mesh, placements)
 
@@ -267,7 +335,7 @@ class _View:
         if not torch.compiler.is_compiling():
             run, self.runs = self.runs, self.runs + 1
         try:
-            with global_view(self.check is not None, run):
+            with global_view(self.check is not None and now.recorder is None, run):
                 yield
         finally:
             self.depth -= 1
@@ -319,17 +387,12 @@ def _read(module: Any, name: str) -> torch.Tensor | None:
     return p.redistribute(placements=used or own, grad_placements=own, backward_dtype=sent)
 
 
-def _move_at_borders(
-    module: nn.Module, mesh: DeviceMesh, borders: Mapping[str, Activation], in_eager_mode_only: bool
-) -> None:
-    """Move the first tensor that a module takes, or that it returns, as a plan says.
-
-    A plan that was found says this for operators that choose their layouts one by one. Compiled, they do not.
-    """
+def _move_at_borders(module: nn.Module, mesh: DeviceMesh, borders: Mapping[str, Activation]) -> None:
+    """Move the first tensor that a module takes, or that it returns, as a plan says."""
 
     def move(which: str) -> Callable[[torch.Tensor], torch.Tensor]:
         to, gradient = (on_axes(axes, mesh) for axes in (borders[which].to, borders[which].gradient))
-        return functools.partial(_moved, to=to, gradient=gradient, in_eager_mode_only=in_eager_mode_only)
+        return functools.partial(_moved, to=to, gradient=gradient)
 
     if INPUT in borders:
         arriving = move(INPUT)
@@ -339,11 +402,7 @@ def _move_at_borders(
         wrap_forward(module, give=lambda _, args, out: on_first(leaving, out))
 
 
-def _moved(
-    x: torch.Tensor, to: Sequence[Placement], gradient: Sequence[Placement], in_eager_mode_only: bool
-) -> torch.Tensor:
-    if in_eager_mode_only and torch.compiler.is_compiling():
-        return x
+def _moved(x: torch.Tensor, to: Sequence[Placement], gradient: Sequence[Placement]) -> torch.Tensor:
     if not isinstance(x, DTensor) or not x.is_floating_point():
         return x
     back = fitting(gradient, x) if x.requires_grad and torch.is_grad_enabled() else None

@@ -1,0 +1,89 @@
+"""A model that is called operator by operator follows the decisions that its compiled graph would.
+
+The forward is recorded on a batch without computing anything, once with gradients and once without, when the first call
+of that kind comes. A program with graph breaks has other decisions compiled, where each graph has its own.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...dispatch.whole_graph import Copies, Following, Ran, followed, is_deciding, now, runs
+from ...mesh.provenance import look_up_each
+from ...program.source_lines import users_level
+from ...tensor.tensor import DTensor
+from ...torch_private.core import forward_number, is_in_backward
+from ..fsdp.sharding import SHARDED_AS
+from .deciding import Decisions
+from .frames import decided
+
+
+class EagerDecisions:
+    """The decisions of a model, for calls that are not compiled.
+
+    Args:
+        model: the model, whose parameters are DTensors.
+        call: calls its forward on a batch of the sizes for which to decide, whose tensors are empty DTensors.
+    """
+
+    def __init__(self, model: nn.Module, call: Callable[[], Any]) -> None:
+        self.model, self.call = model, call
+        self._known: dict[bool, Decisions | None] = {}
+        self._said = False
+        self._copies = Copies()
+
+    def of_now(self) -> Decisions | None:
+        """The decisions for a call with gradients, or without, as they are switched now; None if there are none."""
+        if not is_deciding() or now.following is not None or now.recorder is not None or is_in_backward():
+            return None
+        wanted = torch.is_grad_enabled()
+        if wanted not in self._known:
+            self._known[wanted] = self._decided()
+        return self._known[wanted]
+
+    def _decided(self) -> Decisions | None:
+        parameters = dict(self.model.named_parameters())
+        fully = next((name for name, p in parameters.items() if SHARDED_AS in vars(p)), None)
+        found: Decisions | str = f"{fully} is fully sharded, and gathered when the forward runs"
+        if fully is None:
+            inside = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+            found = decided(lambda *_: self.call(), (), (), inside)
+        if isinstance(found, Decisions):
+            look_up_each(1)  # operators of the backward are to be looked up whenever it comes
+            weakref.finalize(self, look_up_each, -1)
+            return found
+        if found:
+            self._say(f"as {found}")
+        return None
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Context of a forward that follows its decisions, if it has any."""
+        found = self.of_now()
+        if found is None:
+            yield
+            return
+        self._copies.clear()  # of a forward whose backward is still to come, which then moves them again
+        self._copies = Copies()
+        following, first = Following(found.layouts, found.mesh, self._copies), forward_number()
+        with followed(following):
+            yield
+        if following.missed:
+            self._say(f"as operators are not those that were recorded, from {following.missed[0]} on")
+        if torch.is_grad_enabled():
+            runs.add(Ran(following, first))
+        else:
+            self._copies.clear()
+
+    def _say(self, why: str) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(f"operators choose their own layouts {why}", stacklevel=users_level())
+
+
+__all__ = ["EagerDecisions"]
