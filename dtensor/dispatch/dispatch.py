@@ -36,7 +36,7 @@ from .global_view import may_be_written
 from .plain_operands import mark_alike, mark_local
 from .prepared import Prepared
 from .view_copies import copies, freshen, remember, wrote
-from .whole_graph import OperatorLayouts, moved, now, place
+from .whole_graph import OperatorLayouts, moved, now, place, written
 
 MOST_DECISIONS = 1 << 16
 """Maximum number of cached decisions; one more clears the cache."""
@@ -174,8 +174,8 @@ def _carry_out(prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
     out = _results(decision, made, args)
     if prepared.is_view:
         remember(func, args, kwargs, out, moved=bool(decision.moves), taken_apart=False)
-    elif decision.written and (copies or is_traced()):
-        wrote(decision.written, args, kwargs)
+    elif decision.written:
+        _wrote(decision, args, kwargs)
     if type(made[0] if decision.many else made) is not Tensor:
         mark_local(out, func, args, kwargs)
     return out
@@ -387,9 +387,16 @@ def run(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dic
     out = _run(decision, func, args, kwargs)
     if func.is_view:
         remember(func, args, kwargs, out, moved=bool(decision.moves), taken_apart=bool(decision.kind))
-    elif decision.written and (copies or is_traced()):
-        wrote(decision.written, args, kwargs)
+    elif decision.written:
+        _wrote(decision, args, kwargs)
     return out
+
+
+def _wrote(decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Keep track of the writes of a call that has run."""
+    if copies or is_traced():
+        wrote(decision.written, args, kwargs)
+    written()
 
 
 def _run(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

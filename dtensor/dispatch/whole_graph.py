@@ -71,7 +71,8 @@ class Recorder(Protocol):
 class Copies:
     """What tensors were moved to, for operators after the first that take them there.
 
-    In a graph equal moves are one. Here a copy is kept as long as its tensor is alive and neither is written to.
+    In a graph equal moves are one. Here a copy is kept as long as its tensor is alive and neither is written to. Writes
+    of operators on DTensors are below autograd, where no version counts them, so `written` has to be told of them.
     """
 
     def __init__(self) -> None:
@@ -294,6 +295,13 @@ def moved(local: torch.Tensor, spec: Any, dst: Any, move: Callable[[torch.Tensor
     return following.copies.moved(local, spec, dst, move)
 
 
+def written() -> None:
+    """An operator on DTensors has written to one: what any tensor, or its view, was moved to may be old."""
+    following = place()
+    if following is not None and following.copies is not None:
+        following.copies.clear()
+
+
 @contextmanager
 def _with(name: str, value: Any) -> Iterator[None]:
     before = getattr(now, name)
@@ -317,4 +325,4 @@ def recorded(recorder: Recorder) -> AbstractContextManager[None]:
 
 
 __all__ = ["TRANSPARENT", "Copies", "Following", "Node", "OperatorLayouts", "Ran", "Recorder", "Told", "deciding"]
-__all__ += ["followed", "is_deciding", "moved", "now", "place", "recorded", "runs"]
+__all__ += ["followed", "is_deciding", "moved", "now", "place", "recorded", "runs", "written"]
