@@ -31,8 +31,10 @@ LIMIT = 60.0
 """Seconds after which the solver takes what it has. It is not meant to be reached: ranks might decide differently."""
 
 
-SLOWER = 10.0
-"""How much slower than the default link those between processes on CPUs are taken to be that were not measured."""
+ETHERNET = {"alpha": 3e-4, "start": 3e-4, "bandwidth": 3e7}
+"""What links between processes on CPUs are taken for that were not measured, in seconds and bytes per second: Ethernet
+of 1 Gbit/s that four ranks of a host share, and what gloo takes for the smallest collective. Sending less than one must
+costs little on a faster link, sending more costs much on this one."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def decide(recording: Recording) -> Decisions | None:
     """The layouts of a recorded program; None if the solver finds none."""
     tape, mesh = recording.tape, recording.mesh
     known = facts(mesh)
-    network = known.network if known.measured or mesh.device_type != "cpu" else _slow(known.network)
+    network = known.network if known.measured or mesh.device_type != "cpu" else _assumed(known.network)
     choices = Choices(mesh, network, known.machine or MACHINES.get(mesh.device_type, MACHINES["cpu"]))
     steps = steps_of(tape, alike=len(tape.ops) > MANY)
     training = any(op.backward for op in tape.ops)
@@ -88,12 +90,8 @@ def decide(recording: Recording) -> Decisions | None:
     return Decisions(tuple(layouts), mesh, solution.seconds, solution.bound)
 
 
-def _slow(network: Network) -> Network:
-    links = [
-        replace(link, alpha=SLOWER * link.alpha, start=SLOWER * link.start, bandwidth=link.bandwidth / SLOWER)
-        for link in network.links
-    ]
-    return Network.of(network.sizes, tuple(links), network.merged)
+def _assumed(network: Network) -> Network:
+    return Network.of(network.sizes, tuple([replace(link, **ETHERNET) for link in network.links]), network.merged)
 
 
 def fingerprint() -> Any:
