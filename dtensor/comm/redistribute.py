@@ -35,6 +35,10 @@ def plan_of(spec: Spec, dst: Layout, prefer: Prefer = "time") -> Plan:
     return plan(spec.layout, dst, shape, facts(spec.mesh).network, spec.dtype.itemsize, prefer)
 
 
+Once = Callable[[Callable[..., torch.Tensor], torch.Tensor, tuple[Any, ...]], torch.Tensor]
+"""(step, local tensor, its other arguments) -> what the step makes of them, now or before."""
+
+
 class Redistribution:
     """A redistribution of tensors of one spec, without symbolic sizes, to the layout `dst`, made ready to run.
 
@@ -49,8 +53,8 @@ class Redistribution:
         self.prefer: Prefer = prefer
         self._steps: list[tuple[str, tuple[Any, ...]]] | None = None
 
-    def __call__(self, local: torch.Tensor) -> torch.Tensor:
-        """As `redistribute_local`."""
+    def __call__(self, local: torch.Tensor, once: Once | None = None) -> torch.Tensor:
+        """As `redistribute_local`. With `once`, that calls each step, or has what it made before of the same."""
         if type(local) is not torch.Tensor or watchers:
             return redistribute_local(local, self.spec, self.dst, prefer=self.prefer)
         if self._steps is None:
@@ -58,7 +62,8 @@ class Redistribution:
             steps = () if here else plan_of(self.spec, self.dst, self.prefer).steps
             self._steps = [(step.op, _arguments(step, self.spec)) for step in steps]
         for op, arguments in self._steps:
-            local = getattr(emit, op)(local, *arguments) if op != "partial" else _partial(local, *arguments)
+            step = getattr(emit, op) if op != "partial" else _partial
+            local = step(local, *arguments) if once is None else once(step, local, arguments)
         return local
 
 
@@ -73,6 +78,7 @@ def redistribute_local(
     async_op: bool = False,
     prefer: Prefer = "time",
     asked: bool = False,
+    once: Once | None = None,
 ) -> torch.Tensor:
     """Redistribute a tensor of `spec` to the layout `dst`.
 
@@ -84,6 +90,7 @@ def redistribute_local(
             collective is ever started later than in this call, so all ranks start their collectives in the same order.
         prefer: As for `dtensor.layout.planner.plan`.
         asked: Whether the program explicitly requested it; recorded with the collectives of a traced graph.
+        once: Calls each step, where nothing is traced; it may have what the same step made before.
 
     Returns:
         This rank's local tensor in `dst`.
@@ -93,7 +100,7 @@ def redistribute_local(
         ready = _ready.get(key)
         if ready is None:
             ready = _ready[key] = Redistribution(spec, dst, prefer)
-        return ready(local)
+        return ready(local, once)
     if spec.layout is dst or spec.coordinate is None:
         return local
     result = _redistributed(local, spec, dst, async_op, prefer, asked)
@@ -145,7 +152,7 @@ def _arguments(step: Step, spec: Spec) -> tuple[Any, ...]:
         case "shard":
             return step.dim, group
         case "collective_permute":
-            return list(senders(step.src.dims, step.dst.dims, step.axes, known.shape)), group
+            return tuple(senders(step.src.dims, step.dst.dims, step.axes, known.shape)), group
         case "partial":
             return step.reduce_op, known.network.size(step.axes), group
     raise AssertionError(f"no such step: {step.op}")

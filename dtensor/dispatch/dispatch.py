@@ -36,7 +36,7 @@ from .global_view import may_be_written
 from .plain_operands import mark_alike, mark_local
 from .prepared import Prepared
 from .view_copies import copies, freshen, remember, wrote
-from .whole_graph import OperatorLayouts, moved, now, place, written
+from .whole_graph import OperatorLayouts, now, once, place, written
 
 MOST_DECISIONS = 1 << 16
 """Maximum number of cached decisions; one more clears the cache."""
@@ -167,7 +167,7 @@ def _carry_out(prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
             held = local
             for i in at[:-1]:
                 held = held[i]
-            held[at[-1]] = moved(held[at[-1]], redistribution.spec, redistribution.dst, redistribution)
+            held[at[-1]] = redistribution(held[at[-1]], once(func))
     for i, value in prepared.fixed:
         local[i : i + 1] = (value,)
     made = prepared.call(*local, **kwargs) if prepared.local is None else prepared.local(func, tuple(local), kwargs)
@@ -412,8 +412,7 @@ def _run(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: di
         target = next(moves, None)
         if target is None:
             return x._local_tensor
-        move = functools.partial(redistribute_local, spec=x._spec, dst=target)
-        return moved(x._local_tensor, x._spec, target, move)
+        return redistribute_local(x._local_tensor, x._spec, target, once=once(func))
 
     local_args = [mapped(a, localized) for a in args]
     local_kwargs = {k: mapped(a, localized) for k, a in kwargs.items()}

@@ -28,6 +28,9 @@ TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 """Operators that are neither recorded nor followed: their result is where their operand is. A trace has more of them
 than the program, wherever a tensor is saved."""
 
+ALIASING = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
+"""Operators that are no views by their schema, and whose result is the memory of their operand."""
+
 AHEAD = 64
 """How many recorded operators may be left out where a program runs fewer than were recorded."""
 
@@ -78,22 +81,30 @@ class Copies:
     def __init__(self) -> None:
         self._kept: dict[Any, tuple[StorageWeakRef, int, torch.Tensor, int]] = {}
 
-    def moved(self, local: torch.Tensor, spec: Any, dst: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """The local tensor `local` of a DTensor of `spec`, moved to the layout `dst` by `move`, or as before."""
+    def once(self, step: Callable[..., torch.Tensor], local: torch.Tensor, arguments: tuple[Any, ...]) -> torch.Tensor:
+        """What a step of a redistribution makes of a local tensor: now, or what it made before."""
         if type(local) is not torch.Tensor:
-            return move(local)
+            return step(local, *arguments)
         storage = local.untyped_storage()
-        key = storage._cdata, local.storage_offset(), local.shape, local.stride(), spec, dst
+        key = storage._cdata, local.storage_offset(), local.shape, local.stride(), step, arguments
         if (found := self._kept.get(key)) is not None:
             owner, version, copy, copy_version = found
             if not owner.expired() and (version, copy_version) == (local._version, copy._version):
                 return copy
-        made = move(local)
+        made = step(local, *arguments)
         for k in [k for k, (owner, *_) in self._kept.items() if owner.expired()]:
             del self._kept[k]
         if type(made) is torch.Tensor and made.untyped_storage()._cdata != storage._cdata:
             self._kept[key] = StorageWeakRef(storage), local._version, made, made._version
         return made
+
+    def once_for_view(
+        self, step: Callable[..., torch.Tensor], local: torch.Tensor, arguments: tuple[Any, ...]
+    ) -> torch.Tensor:
+        """The same for an operator whose result is the memory of its operand: no other has that memory."""
+        before = [id(copy) for _, _, copy, _ in self._kept.values()]
+        made = self.once(step, local, arguments)
+        return made.clone() if id(made) in before else made
 
     def clear(self) -> None:
         """Keep none any longer."""
@@ -284,15 +295,12 @@ def place() -> Following | None:
     return None if number is None else runs.at(number)
 
 
-def moved(local: torch.Tensor, spec: Any, dst: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The local tensor `local` of a DTensor of `spec`, moved to the layout `dst` by `move`.
-
-    Where decisions are followed and nothing is traced, a tensor is moved once for all operators that take it there.
-    """
+def once(func: OpOverload) -> Callable[..., torch.Tensor] | None:
+    """What calls the steps of redistributions for `func` where decisions are followed untraced: equal ones are one."""
     following = place()
     if following is None or following.copies is None:
-        return move(local)
-    return following.copies.moved(local, spec, dst, move)
+        return None
+    return following.copies.once_for_view if func.is_view or func in ALIASING else following.copies.once
 
 
 def written() -> None:
@@ -325,4 +333,4 @@ def recorded(recorder: Recorder) -> AbstractContextManager[None]:
 
 
 __all__ = ["TRANSPARENT", "Copies", "Following", "Node", "OperatorLayouts", "Ran", "Recorder", "Told", "deciding"]
-__all__ += ["followed", "is_deciding", "moved", "now", "place", "recorded", "runs", "written"]
+__all__ += ["followed", "is_deciding", "now", "once", "place", "recorded", "runs", "written"]

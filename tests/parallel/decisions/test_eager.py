@@ -160,24 +160,26 @@ def test_nothing_is_left_of_a_model_that_is_gone(mesh):
 
 
 def test_a_copy_is_kept_while_its_tensor_is_alive_and_neither_is_written_to():
-    copies, moves = Copies(), []
+    copies = Copies()
 
-    def move(local: torch.Tensor) -> torch.Tensor:
-        moves.append(local)
-        return local * 2
+    def times(local: torch.Tensor, by: int) -> torch.Tensor:
+        return local * by
 
     x = torch.ones(4)
-    first = copies.moved(x, "P", "R", move)
-    assert copies.moved(x.view(4), "P", "R", move) is first
-    assert copies.moved(x, "P", "S", move) is not first
-    assert copies.moved(x.view(2, 2), "P", "R", move) is not first
+    first = copies.once(times, x, (2,))
+    assert copies.once(times, x.view(4), (2,)) is first
+    assert copies.once(times, x, (3,)).tolist() == [3.0] * 4
+    assert copies.once(times, x.view(2, 2), (2,)).shape == (2, 2)
     x.add_(1)
-    second = copies.moved(x, "P", "R", move)
+    second = copies.once(times, x, (2,))
     assert second.tolist() == [4.0] * 4
     second.add_(1)
-    assert copies.moved(x, "P", "R", move).tolist() == [4.0] * 4
-    assert copies.moved(x, "P", "same", lambda local: local.view(4)) is not copies.moved(x, "P", "same", lambda y: y)
-    moves.clear()
+    assert copies.once(times, x, (2,)).tolist() == [4.0] * 4
+    held = copies.once(times, x, (2,))
+    view = copies.once_for_view(times, x, (2,))
+    assert view.equal(held)
+    assert view.data_ptr() != held.data_ptr()
+    assert copies.once(torch.Tensor.view, x, (4,)) is not copies.once(torch.Tensor.view, x, (4,))
     del x
-    copies.moved(torch.ones(2), "P", "R", move)
+    copies.once(times, torch.ones(2), (2,))
     assert len(copies._kept) == 1

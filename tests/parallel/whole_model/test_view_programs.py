@@ -178,6 +178,7 @@ def compare(rank: int, seeds: range, how: str) -> tuple[int, list[str]]:
         (range(2111, 2112), "compiled"),
         (range(6), "eager, decided"),
         (range(1747, 1748), "eager, decided"),
+        (range(1281, 1282), "eager, decided"),
         pytest.param(range(6, 24), "compiled", marks=pytest.mark.nightly),
         *(
             pytest.param(range(k, k + 200), how, marks=pytest.mark.nightly)
