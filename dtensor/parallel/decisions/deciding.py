@@ -31,9 +31,9 @@ LIMIT = 60.0
 """Seconds after which the solver takes what it has. It is not meant to be reached: ranks might decide differently."""
 
 
-ETHERNET = {"alpha": 3e-4, "start": 3e-4, "bandwidth": 3e7}
+ETHERNET = {"alpha": 3e-4, "start": 3e-4, "bandwidth": 6e7}
 """What links between processes on CPUs are taken for that were not measured, in seconds and bytes per second: Ethernet
-of 1 Gbit/s that four ranks of a host share, and what gloo takes for the smallest collective. Sending less than one must
+of 1 Gbit/s that two ranks of a host share, and what gloo takes for the smallest collective. Sending less than one must
 costs little on a faster link, sending more costs much on this one."""
 
 
