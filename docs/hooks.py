@@ -9,6 +9,7 @@ A page says with a comment what stands in its place:
     <!-- passes: pages -->           what each does, from its docstring
     <!-- passes: reference -->       their classes
     <!-- there: package.name,… -->   entries of the reference, of those names that the package has
+    <!-- block -->                   a block of Llama, drawn as it is compiled (only where the manual is built)
 
 Links to files of the repository that are no pages lead there if mkdocs.yml names a `repo_url`; they are plain text if
 not.
@@ -48,6 +49,7 @@ PAGES_OF_FILES = {
 """Files of the repository that are pages of the manual."""
 
 MARK = re.compile(r"^<!-- (file|commands|passes|there)(?:: (\S+))? -->$", flags=re.MULTILINE)
+BLOCK = re.compile(r"^<!-- block -->$", flags=re.MULTILINE)
 LINK = re.compile(r"(!?)\[((?:[^\[\]`\n]|\n(?!\n)|`[^`\n]*`)*)\]\(([^)\s]+)\)")
 SHAPE = re.compile(r"\[([\d, ]*)\]")
 FENCE = re.compile(r"(^```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
@@ -211,7 +213,18 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     source = page.file.src_uri
     if source == "operators.md":  # shapes are no references
         markdown = SHAPE.sub(r"\\[\1\\]", markdown)
-    return _entries(_outside(_expanded(markdown), source, (config.repo_url or "").rstrip("/")))
+    made = _entries(_outside(_expanded(markdown), source, (config.repo_url or "").rstrip("/")))
+    return BLOCK.sub(_block, made)
+
+
+def _block(_: re.Match) -> str:
+    """It takes seconds, which those who read the pages' text need not wait."""
+    spec = importlib.util.spec_from_file_location("block", DOCS / "block.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return f'<div class="drawing">{module.drawn()}</div>'
 
 
 def _entries(text: str) -> str:

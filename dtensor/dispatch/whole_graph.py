@@ -264,7 +264,7 @@ now: _Now = _Now()
 decisions of the graph that this thread traced last; None where nothing was to be decided."""
 
 
-_asked: ContextVar[bool | None] = ContextVar("dtensor_decide", default=None)
+_asked: ContextVar[bool] = ContextVar("dtensor_decide", default=True)
 
 
 @contextmanager
@@ -278,13 +278,12 @@ def deciding(wanted: bool) -> Iterator[None]:
 
 
 def is_deciding() -> bool:
-    """Whether layouts are decided for the graph that is compiled now: by its options, or else by the environment.
+    """Whether layouts are decided for whole graphs now: unless the options of a compilation or the environment say no.
 
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    asked = _asked.get()
-    return environment.switched("decide", True) if asked is None else asked
+    return _asked.get() and environment.switched("decide", True)
 
 
 def place() -> Following | None:

@@ -268,7 +268,7 @@ def test_what_cannot_be_recorded_is_said():
     assert "depends on values" in told[-1]
 
 
-@pytest.mark.parametrize("by", ["option", "environment"])
+@pytest.mark.parametrize("by", ["option", "environment", "plainly"])
 def test_it_can_be_turned_off(by, monkeypatch):
     with fake_ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -278,5 +278,6 @@ def test_it_can_be_turned_off(by, monkeypatch):
             torch.compile(model, backend="dtensor", options=AOT | {"decide": False})(batch())
         else:
             monkeypatch.setenv("DTENSOR_DECIDE", "0")
-            torch.compile(model, backend="aot_eager")(batch())
+            given = {"backend": "aot_eager"} if by == "plainly" else {"backend": "dtensor", "options": AOT}
+            torch.compile(model, **given)(batch())
         assert frames.recent_frames()[-1].decided is None
