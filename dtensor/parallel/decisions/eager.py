@@ -1,7 +1,8 @@
 """A model that is called operator by operator follows the decisions that its compiled graph would.
 
-The forward is recorded on a batch without computing anything, once with gradients and once without, when the first call
-of that kind comes. A program with graph breaks has other decisions compiled, where each graph has its own.
+The forward is recorded on a batch, computing nothing, when the first call of its kind comes: with gradients or
+without, in training or not, in a dtype of autocast. A program with graph breaks has other decisions compiled, where each
+graph has its own.
 """
 
 import warnings
@@ -28,23 +29,26 @@ class EagerDecisions:
 
     Args:
         model: the model, whose parameters are DTensors.
+        device: the type of its mesh's device.
         call: calls its forward on a batch of the sizes for which to decide, whose tensors are empty DTensors.
     """
 
-    def __init__(self, model: nn.Module, call: Callable[[], Any]) -> None:
-        self.model, self.call = model, call
-        self._known: dict[bool, Decisions | None] = {}
+    def __init__(self, model: nn.Module, device: str, call: Callable[[], Any]) -> None:
+        self.model, self.device, self.call = model, device, call
+        self._known: dict[Any, Decisions | None] = {}
         self._said = False
         self._copies = Copies()
 
     def of_now(self) -> Decisions | None:
-        """The decisions for a call with gradients, or without, as they are switched now; None if there are none."""
+        """The decisions for a call as things are switched now; None if there are none."""
         if not is_deciding() or now.following is not None or now.recorder is not None or is_in_backward():
             return None
-        wanted = torch.is_grad_enabled()
-        if wanted not in self._known:
-            self._known[wanted] = self._decided()
-        return self._known[wanted]
+        device = self.device
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        kind = torch.is_grad_enabled(), self.model.training, cast
+        if kind not in self._known:
+            self._known[kind] = self._decided()
+        return self._known[kind]
 
     def _decided(self) -> Decisions | None:
         parameters = dict(self.model.named_parameters())

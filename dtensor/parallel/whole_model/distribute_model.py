@@ -279,7 +279,8 @@ class _View:
             return contextlib.nullcontext()
         if self.decisions is None:
             known = importlib.import_module("dtensor.parallel.decisions.eager")
-            self.decisions = known.EagerDecisions(module, functools.partial(self._on_batch, forward, names))
+            call = functools.partial(self._on_batch, forward, names)
+            self.decisions = known.EagerDecisions(module, self.mesh.device_type, call)
         return self.decisions.followed()
 
     def _on_batch(self, forward: Callable[..., Any], names: Sequence[str]) -> Any:

@@ -115,6 +115,49 @@ def test_values_on_two_ranks():
     run_ranks(values, 2, timeout=300)
 
 
+class Noisy(nn.Module):
+    """A forward with a state: random numbers, and statistics of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(nn.functional.dropout(self.q(x), 0.5, self.training))
+        return self.o(y + torch.rand(16))
+
+
+def states(rank: int) -> None:
+    """Recording draws no numbers and writes to no buffer; each kind of call has decisions of its own."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = []
+        for given in ({}, {"batch": batch(4, 8)}):
+            torch.manual_seed(0)
+            plan = {"q.weight": {"tp": Shard(0)}, "o.weight": {"tp": Shard(1)}}
+            model = distribute_model(Noisy(), mesh, plan, outputs={}, **given)
+            outs = []
+            for training, cast, gradients in (
+                (True, False, True),
+                (False, False, True),
+                (True, True, True),
+                (False, False, False),
+            ):
+                model.train(training)
+                with torch.autocast("cpu", torch.bfloat16, enabled=cast), torch.set_grad_enabled(gradients):
+                    outs.append(model(batch(4, 8)).float())
+                    if gradients:
+                        outs[-1].sum().backward()
+            found.append([*(out.detach() for out in outs), *(b.full_tensor() for b in model.buffers())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
+def test_recording_leaves_nothing_behind():
+    run_ranks(states, 2, timeout=300)
+
+
 class Turns(nn.Module):
     """A forward that is another one each time."""
 
