@@ -1,8 +1,8 @@
 """A model that is called operator by operator follows the decisions that its compiled graph would.
 
-The forward is recorded on a batch, computing nothing, when the first call of its kind comes: with gradients or
-without, in training or not, in a dtype of autocast. A program with graph breaks has other decisions compiled, where each
-graph has its own.
+The forward is recorded on a batch, without computing anything, when the first call of its kind comes: with gradients
+or without, in training or not, in a dtype of autocast. A program with graph breaks has other decisions compiled, where
+each graph has its own.
 """
 
 import warnings
