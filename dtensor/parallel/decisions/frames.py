@@ -50,14 +50,23 @@ class Trace:
     def __init__(self, following: Following) -> None:
         self.following = following
         self.layouts: list[Layout | None] | None = None
+        self.said = False
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """As `Traced`. After a trace `now.told` says how many operators were not recorded."""
+        """As `Traced`. After a trace `now.told` says how many operators were not recorded; a warning says so once."""
         with followed(self.following):
             yield
+        missed = self.following.missed
         if now.told is not None:
-            now.told = replace(now.told, missed=len(self.following.missed))
+            now.told = replace(now.told, missed=len(missed))
+        if missed and not self.said:
+            self.said = True
+            warnings.warn(
+                f"{len(missed)} operators of a compiled graph are not those that were recorded, from {missed[0]} on, and "
+                "choose their own layouts; numbers are the same, and more may be sent",
+                stacklevel=users_level(),
+            )
 
     def run(self, run_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As `Traced`. What the last trace returns is laid out as the first one said, which is what callers are given:

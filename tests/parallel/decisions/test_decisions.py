@@ -4,7 +4,9 @@ and what is said of it."""
 import os
 import subprocess
 import sys
+import warnings
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from dtensor import Shard, distribute_model, distribute_tensor, init_device_mesh
 from dtensor.compile.recording import frames
 from dtensor.dispatch.whole_graph import Following, OperatorLayouts, followed
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from dtensor.parallel.decisions import frames as frames_of_decisions
 from dtensor.parallel.decisions.frames import Trace
 from dtensor.testing import fake_ranks, run_ranks
 
@@ -216,6 +219,20 @@ def test_all_operators_of_a_trace_are_found():
         told = frames.recent_frames()[-1].decided
     assert told.operators > 100
     assert told.missed == 0
+
+
+def test_a_graph_that_is_another_is_said_once(monkeypatch):
+    own = frames_of_decisions.decide
+    monkeypatch.setattr(
+        frames_of_decisions, "decide", lambda recording: replace(made := own(recording), layouts=made.layouts[:20])
+    )
+    with fake_ranks(2), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        step(distribute_model(decoder(1), mesh, PLAN, check_inputs=False), batch())
+    (one,) = [str(w.message) for w in said if "are not those that were recorded" in str(w.message)]
+    assert "from aten." in one
+    assert frames.recent_frames()[-1].decided.missed > 20
 
 
 def test_a_second_trace_returns_what_the_first_one_said():
