@@ -63,8 +63,8 @@ class Trace:
         if missed and not self.said:
             self.said = True
             warnings.warn(
-                f"{len(missed)} operators of a compiled graph are not those that were recorded, from {missed[0]} on, and "
-                "choose their own layouts; numbers are the same, and more may be sent",
+                f"{len(missed)} operators of a compiled graph are not those that were recorded, from {missed[0]} on: "
+                "they choose their own layouts, and more may be sent",
                 stacklevel=users_level(),
             )
 
