@@ -32,7 +32,11 @@ ALIASING = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.d
 """Operators that are no views by their schema, and whose result is the memory of their operand."""
 
 AHEAD = 64
-"""How many recorded operators may be left out where a program runs fewer than were recorded."""
+"""How many recorded operators may be left out at once where a program runs fewer than were recorded."""
+
+LOST = 16
+"""With more than one in this many, or this many, operators left out or not found, a program is not what was recorded:
+layouts decided for other operators may send more than what each operator chooses."""
 
 
 Node = tuple[int, int]
@@ -122,6 +126,7 @@ class Following:
     Attributes:
         at: index of the next operator.
         missed: operators of the program that were not recorded there.
+        off: how many were left out or not found.
         made: where the program is not traced: how many nodes of autograd there were at each of its operators, and that
             operator's index; -1 if it was not recorded.
     """
@@ -132,18 +137,19 @@ class Following:
         self.copies: Copies | None = copies
         self.at: int = 0
         self.missed: list[str] = []
+        self.off: int = 0
         self.made: list[tuple[int, int]] = []
         self._found: int | None = None
 
     def restart(self) -> None:
         """The program runs from its beginning."""
-        self.at, self.missed = 0, []
+        self.at, self.missed, self.off = 0, [], 0
 
     def find(self, func: OpOverload, given: Any, mesh: Any) -> OperatorLayouts | None:
         """The layouts of the recorded operator that a call is; None if it is none of the next ones."""
         self._found = None
         dims: tuple[int, ...] | None = None
-        if func in TRANSPARENT:
+        if func in TRANSPARENT or self.off > max(LOST, len(self.decided) // LOST):
             return None
         for k in range(self.at, min(self.at + AHEAD, len(self.decided))):
             layouts = self.decided[k]
@@ -162,7 +168,9 @@ class Following:
             self.made.append((forward_number(), -1 if self._found is None else self._found))
         if self._found is None:
             self.missed.append(str(func))
+            self.off += 1
         else:
+            self.off += self._found - self.at
             self.at = self._found + 1
 
 

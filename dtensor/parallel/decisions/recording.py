@@ -231,7 +231,7 @@ def record(
     parameters: Collection[int],
     inside: Mapping[str, DTensor] | None = None,
 ) -> Recording:
-    """Record a program and, where its inputs require gradients, its backward.
+    """Record a program and, where gradients are enabled and its inputs require them, its backward.
 
     Args:
         run_forward: the program, a function of flat arguments.
@@ -260,7 +260,7 @@ def record(
         stack.enter_context(recorded(recorder))
         stack.enter_context(global_view(False))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # another thread records nothing
-        with torch.enable_grad() if any(_wants_gradient(x) for x in copies) else torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and any(_wants_gradient(x) for x in copies)):
             out = [x for x in tree_leaves(run_forward(*copies[: len(inputs)])) if isinstance(x, torch.Tensor)]
         results = [x for x in out if isinstance(x, DTensor)]
         tape.results = [recorder.value(x) for x in results]

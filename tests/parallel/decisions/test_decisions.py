@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtensor import Shard, distribute_model, distribute_tensor, init_device_mesh
 from dtensor.compile.recording import frames
-from dtensor.dispatch.whole_graph import Following, OperatorLayouts, followed
+from dtensor.dispatch.whole_graph import LOST, Following, OperatorLayouts, followed
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.parallel.decisions import frames as frames_of_decisions
 from dtensor.parallel.decisions.frames import Trace
@@ -201,6 +201,34 @@ def test_a_program_that_is_another_chooses_for_itself():
             assert x.exp().placements == (Shard(0),)  # that was before
         assert following.missed == ["aten.sin.default", "aten.exp.default"]
         assert x.relu().placements == (Shard(0),)
+
+
+def test_a_program_that_is_far_from_what_was_recorded_does_not_follow():
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        aten = torch.ops.aten
+        other = OperatorLayouts(aten.exp.default, (2,), ((1,),), ((1,),))
+        relu = OperatorLayouts(aten.relu.default, (2,), ((1,),), ((1,),))
+        with followed(Following([relu, *[other] * LOST, relu, relu], mesh)):
+            assert [x.relu().placements for _ in range(3)] == [(Shard(1),)] * 3
+        with followed(Following([relu, *[other] * (LOST + 1), relu, relu], mesh)):
+            assert [x.relu().placements for _ in range(3)] == [(Shard(1),), (Shard(1),), (Shard(0),)]
+
+
+def test_without_gradients_no_backward_is_decided():
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = distribute_model(decoder(), mesh, PLAN, check_inputs=False, outputs={})
+        torch.compiler.reset()
+        run = torch.compile(model, backend="dtensor", options=AOT)
+        run(batch()).sum().backward()
+        trained = frames.recent_frames()[-1].decided
+        with torch.no_grad():
+            run(batch())
+        told = frames.recent_frames()[-1].decided
+    assert told.missed == trained.missed == 0
+    assert told.operators < trained.operators / 2
 
 
 class Checkpointed(Decoder):
