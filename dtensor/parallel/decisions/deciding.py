@@ -21,8 +21,12 @@ from ..search.solving.program import Program
 from ..search.tape import BORDER
 from .recording import Recording
 
-GAP = 1e-4
+GAP = 0.01
 """How far from the best, as a fraction of the seconds, decisions may be."""
+
+WIDE = 5000
+"""Programs of more variables may be further from the best, where it takes the solver long to come closer: those whose
+tensors are so small that their time is that of starting collectives."""
 
 MANY = 2000
 """Programs of more operators take the same decisions in all layers that are alike."""
@@ -71,7 +75,7 @@ def decide(recording: Recording) -> Decisions | None:
     }
     returned = [steps.which[v] for v in (*tape.results, *recording.handed_back) if v in steps.which]
     program = Program(steps, choices, regime, fixed=fixed, returned=returned, tangents=tangents)
-    solution = program.solve(gap=GAP, limit=LIMIT)
+    solution = program.solve(gap=GAP, limit=LIMIT, most=WIDE)
     if solution is None:
         return None
     layouts: list[OperatorLayouts] = []

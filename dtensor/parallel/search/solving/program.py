@@ -267,19 +267,20 @@ class Program:
         found = self.solve(gap=0.01, limit=limit)
         return 0.0 if found is None else found.bound * scale
 
-    def solve(self, *, gap: float = 0.01, limit: float = 20.0) -> Solution | None:
+    def solve(self, *, gap: float = 0.01, limit: float = 20.0, most: int | None = None) -> Solution | None:
         """Solve it.
 
         Args:
             gap: how far from the bound, as a fraction, a solution may be.
             limit: seconds.
+            most: programs of more variables are not searched further where that takes long, however far they are.
 
         Returns:
             The best solution found; None if there is none.
         """
         scale = COST / (self.least or COST)
         model = Model(self.columns, self.rows, scale)
-        found = model.best(gap, limit, self._others)
+        found = model.best(gap, limit, self._others, most)
         self.bound = min(model.bound / scale, self.below)
         if found is None:
             return None

@@ -105,7 +105,9 @@ class Model:
         self._index, self._value = numpy.array(rows.index), numpy.array(rows.value)
         self._row = numpy.repeat(numpy.arange(len(rows.lower)), numpy.diff([*rows.start, len(rows.index)]))
 
-    def best(self, gap: float, limit: float, moves: Callable[[set[int]], set[int]]) -> Found | None:
+    def best(
+        self, gap: float, limit: float, moves: Callable[[set[int]], set[int]], most: int | None = None
+    ) -> Found | None:
         """Solve it in steps; None if no solution is found.
 
         First without integrality, which gives the bound; then with it, among the integers that the first solution takes
@@ -115,6 +117,7 @@ class Model:
             gap: how far from the bound, as a fraction, a solution may be.
             limit: seconds.
             moves: for integers that are zero, which of the other variables a solution may need.
+            most: the last step is for programs of at most this many variables; None for all.
         """
         began = time.monotonic()
         relaxed = self.solve(gap, limit, relaxed=True)
@@ -126,6 +129,8 @@ class Model:
         others[list(moves(set(numpy.nonzero(without)[0].tolist())))] = True
         found = self.solve(gap / 2, limit - (time.monotonic() - began), without=without | ~(self.integer | others))
         left = limit - (time.monotonic() - began)
+        if found is not None and most is not None and len(without) > most:
+            return found
         if found is None or (found.value - self.bound > gap * found.value and left > 1):
             costs = INF if found is None else found.value
             more = self.solve(gap, left, without=relaxed.reduced > costs - relaxed.value)
