@@ -167,7 +167,7 @@ def _carry_out(prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
             held = local
             for i in at[:-1]:
                 held = held[i]
-            held[at[-1]] = redistribution(held[at[-1]], once(func))
+            held[at[-1]] = redistribution(held[at[-1]], once(func) if provenance.looked_up else None)
     for i, value in prepared.fixed:
         local[i : i + 1] = (value,)
     made = prepared.call(*local, **kwargs) if prepared.local is None else prepared.local(func, tuple(local), kwargs)
@@ -396,7 +396,8 @@ def _wrote(decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Keep track of the writes of a call that has run."""
     if copies or is_traced():
         wrote(decision.written, args, kwargs)
-    written()
+    if provenance.looked_up:
+        written()
 
 
 def _run(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,7 +22,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..mesh.provenance import look_up_each
 from ..program import environment
 from ..rules import State
-from ..torch_private.core import OpOverload, backward_number, forward_number, real_object, tree_leaves
+from ..torch_private.core import (
+    OpOverload,
+    after_backward,
+    backward_number,
+    backward_run,
+    forward_number,
+    real_object,
+    tree_leaves,
+)
 
 TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 """Operators that are neither recorded nor followed: their result is where their operand is. A trace has more of them
@@ -226,10 +234,10 @@ class Ran:
         """The place in the decisions of the node with this number; None if it is none of this forward."""
         if not self._numbers or not self.first <= number < self._numbers[-1]:
             return None
-        run = torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
+        run = backward_run()
         if run not in self._known:
             self._known.add(run)
-            torch.autograd.Variable._execution_engine.queue_callback(self.copies.clear)
+            after_backward(self.copies.clear)
         if number not in self._places or self._places[number][0] != run:
             k = bisect_right(self._numbers, number)
             node = self._indices[k], self._numbers[k] - number

@@ -638,6 +638,11 @@ def backward_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def backward_run() -> int:
+    """A number for the backward that runs on this thread, which no other one has."""
+    return torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def is_in_formula() -> bool:
     """Whether the backward of one of torch's own operators runs on this thread, not that of an autograd function."""
     node = torch._C._current_autograd_node()
@@ -710,6 +715,7 @@ __all__ = [
     "assert_async",
     "autograd_node",
     "backend_of",
+    "backward_run",
     "below_autograd",
     "break_connections",
     "c10d",

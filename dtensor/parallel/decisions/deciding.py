@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
-from ...dispatch.whole_graph import OperatorLayouts, is_deciding
+from ...dispatch.whole_graph import OperatorLayouts
 from ...mesh.mesh import facts, known_meshes
 from ...prices.links import Network
 from ...prices.machine import MACHINES
@@ -100,7 +100,7 @@ def _assumed(network: Network) -> Network:
 
 def fingerprint() -> Any:
     """What decisions depend on apart from the program, its meshes and their links, for cache keys of compiled code."""
-    return is_deciding(), version("highspy"), *sorted({repr((f.measured, f.machine)) for f in known_meshes()})
+    return version("highspy"), *sorted({repr((f.measured, f.machine)) for f in known_meshes()})
 
 
 __all__ = ["Decisions", "decide", "fingerprint"]
