@@ -21,10 +21,10 @@ from ..search.solving.program import Program
 from ..search.tape import BORDER
 from .recording import Recording
 
-GAP = 0.01
+GAP = 1e-4
 """How far from the best, as a fraction of the seconds, decisions may be."""
 
-WIDE = 5000
+WIDE = 20_000
 """Programs of more variables may be further from the best, where it takes the solver long to come closer: those whose
 tensors are so small that their time is that of starting collectives."""
 
