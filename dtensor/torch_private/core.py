@@ -616,6 +616,10 @@ def traced_into_backward() -> Any:
         meta["partitioner_tag"] = "is_backward"
 
 
+eval_frame_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What Dynamo does with frames that run on this thread now; None or False where it leaves them alone."""
+
+
 @never_traced
 def is_in_backward() -> bool:
     """Whether a backward runs on this thread."""
@@ -734,6 +738,7 @@ __all__ = [
     "disable_dynamo",
     "disable_proxy_modes_tracing",
     "disabled_torch_function",
+    "eval_frame_callback",
     "fake_store",
     "fastest_binding",
     "functional_collectives",

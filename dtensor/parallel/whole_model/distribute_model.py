@@ -28,7 +28,7 @@ from ...mesh.tensor_spec import Spec
 from ...program import environment
 from ...tensor.factories import distribute_tensor
 from ...tensor.tensor import DTensor
-from ...torch_private.core import is_in_backward, never_traced, traced_with_caller
+from ...torch_private.core import eval_frame_callback, is_in_backward, never_traced, traced_with_caller
 from ..checks.input_check import Given, InputCheck
 from ..fsdp.sharded_module import FullyShardedModule
 from ..fsdp.sharding import SHARDED_AS
@@ -262,8 +262,8 @@ class _View:
         args, kwargs = mapped_arguments(functools.partial(self._take, plain), names, args, kwargs)
         if self.check is not None:
             self.check(plain)
-        if self.batch is None or torch.compiler.is_compiling():
-            return self._run(forward, args, kwargs)
+        if self.batch is None or torch.compiler.is_compiling() or eval_frame_callback():
+            return self._run(forward, args, kwargs)  # also where Dynamo left this frame and compiles those inside
         with self._following(forward, names):
             return self._run(forward, args, kwargs)
 

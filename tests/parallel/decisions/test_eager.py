@@ -158,6 +158,26 @@ def test_recording_leaves_nothing_behind():
     run_ranks(states, 2, timeout=300)
 
 
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(y)
+
+
+def test_compiled_code_with_graph_breaks_does_not_follow_them(mesh):
+    """Dynamo leaves the frame around a graph break, and compiles those inside."""
+    x = batch(4, 8, 16)
+    model = distribute_model(Broken(), mesh, {"a.weight": {"tp": Shard(0)}}, check_inputs=False, batch=x)
+    torch.compiler.reset()
+    torch.compile(model, backend="dtensor", options=AOT)(x).sum().backward()
+    assert not vars(model)["_dtensor_view"].decisions
+
+
 class Turns(nn.Module):
     """A forward that is another one each time."""
 
