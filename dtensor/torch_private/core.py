@@ -616,7 +616,7 @@ def traced_into_backward() -> Any:
         meta["partitioner_tag"] = "is_backward"
 
 
-eval_frame_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+eval_frame_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore
 """What Dynamo does with frames that run on this thread now; None or False where it leaves them alone."""
 
 
