@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.library import register_fake
+from torch import library as operators
 
 from ..errors import AgreementError
 from ..mesh.operator_library import library
@@ -80,10 +80,10 @@ def _inputs_alike(gathered: torch.Tensor, shape: list[int], cut: list[int], name
 
 library.impl("input_numbers", _input_numbers, "CompositeExplicitAutograd")
 library.impl("inputs_alike", _inputs_alike, "CompositeExplicitAutograd")
-register_fake(
+operators.register_fake(
     "dtensor::input_numbers", lambda given: given[0].new_empty(2 * len(given), dtype=torch.int64), lib=library
 )
-register_fake(
+operators.register_fake(
     "dtensor::inputs_alike",
     lambda gathered, shape, cut, names: gathered.new_empty(len(names), dtype=torch.bool),
     lib=library,

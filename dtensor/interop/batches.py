@@ -22,7 +22,7 @@ from ..errors import MeshError, PlacementError
 from ..layout.placements import Partial, Replicate
 from ..mesh.mesh import group_name
 from ..parallel.fsdp.unit import members
-from ..parallel.whole_model.distribute_model import VIEW
+from ..parallel.whole_model.view import VIEW
 from ..tensor.tensor import DTensor
 
 Axes = list[tuple[Any, int]]

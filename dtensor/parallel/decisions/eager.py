@@ -75,8 +75,12 @@ class EagerDecisions:
         self._copies.clear()  # of a forward whose backward is still to come, which then moves them again
         self._copies = Copies()
         following, first = Following(found.layouts, found.mesh, self._copies), forward_number()
-        with followed(following):
-            yield
+        try:
+            with followed(following):
+                yield
+        except BaseException:
+            self._copies.clear()
+            raise
         if following.missed:
             self._say(f"as operators are not those that were recorded, from {following.missed[0]} on")
         if torch.is_grad_enabled():

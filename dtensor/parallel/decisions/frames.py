@@ -99,18 +99,16 @@ def decided(
     with Stage("deciding layouts", inside=True):
         try:
             recording = record(run_forward, inputs, parameters, inside)
+            return "" if not recording.tape.ops else decide(recording) or "the solver found no layouts"
         except (ShardingError, *UnknownValue) as error:  # what is wrong will be said when it is traced
             log.info("layouts are chosen operator by operator: %s", error)
             return str(error)
         except Exception as error:
             warnings.warn(
-                f"layouts are chosen operator by operator, as the program was not recorded: {error!r}; please report",
+                f"layouts are chosen operator by operator, as they could not be decided: {error!r}; please report",
                 stacklevel=users_level(),
             )
             return repr(error)
-        if not recording.tape.ops:
-            return ""
-        return decide(recording) or "the solver found no layouts"
 
 
 __all__ = ["Trace", "decide_frame", "decided"]

@@ -66,8 +66,8 @@ def name_of(k: int, names: Sequence[str]) -> str:
     return f"{names[-1].removeprefix(MANY)}.{k - len(names) + 1}" if names else f"args.{k}"
 
 
-def check_names(given: Mapping[str, Any], forward: Callable[..., Any]) -> None:
-    """Raise PlacementError if placements are given for an argument that `forward` does not take."""
+def check_names(given: Mapping[str, Any], forward: Callable[..., Any], what: str = "inputs", other: str = "") -> None:
+    """Raise PlacementError if `what` is given for an argument that `forward` does not take; `other` ends it."""
     parameters = _parameters(forward)
     known = [p.name for p in parameters]
     if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters):
@@ -75,8 +75,7 @@ def check_names(given: Mapping[str, Any], forward: Callable[..., Any]) -> None:
     for name in given:
         if name.partition(".")[0] not in known:
             raise PlacementError(
-                f"inputs: forward takes no {name!r}; write one of its arguments, {', '.join(map(repr, known))}, or "
-                "placements by mesh axis for all of them"
+                f"{what}: forward takes no {name!r}; write one of its arguments, {', '.join(map(repr, known))}{other}"
             )
 
 
