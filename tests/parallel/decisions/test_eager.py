@@ -12,8 +12,10 @@ from torch import nn
 from dtensor import Shard, distribute_model, init_device_mesh
 from dtensor.compile import statistics
 from dtensor.dispatch.whole_graph import Copies, Following, runs
+from dtensor.errors import PlacementError
 from dtensor.mesh import provenance
 from dtensor.parallel import fully_shard
+from dtensor.parallel.decisions import frames
 from dtensor.testing import CountCollectives, fake_ranks, run_ranks
 
 from .test_decisions import AOT, PLAN, Checkpointed, batch, compared, decoder
@@ -209,6 +211,24 @@ def test_what_is_fully_sharded_is_said():
         fully_shard(model, mesh=both["dp"])
         with pytest.warns(UserWarning, match="is fully sharded"):
             model(batch(4, 8))
+
+
+def test_a_name_that_forward_does_not_take_is_refused(mesh):
+    model = decoder(1)
+    with pytest.raises(PlacementError, match="batch: forward takes no 'y'; write one of its arguments, 'x'$"):
+        sharded(mesh, model, batch={"y": X})
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_decisions_that_fail_are_said_and_left_out(mesh, monkeypatch):
+    def fail(recording):
+        raise ArithmeticError("no layouts today")
+
+    monkeypatch.setattr(frames, "decide", fail)
+    model = sharded(mesh, batch=X)
+    with pytest.warns(UserWarning, match="no layouts today"):
+        found = sent(model)
+    assert found == sent(sharded(mesh))
 
 
 def test_nothing_is_left_of_a_model_that_is_gone(mesh):
