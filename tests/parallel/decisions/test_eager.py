@@ -215,7 +215,7 @@ def test_what_is_fully_sharded_is_said():
 
 def test_a_name_that_forward_does_not_take_is_refused(mesh):
     model = decoder(1)
-    with pytest.raises(PlacementError, match="batch: forward takes no 'y'; write one of its arguments, 'x'$"):
+    with pytest.raises(PlacementError, match=r"batch: forward takes no 'y'; write one of its arguments, 'x'$"):
         sharded(mesh, model, batch={"y": X})
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
