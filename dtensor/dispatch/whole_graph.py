@@ -169,8 +169,11 @@ class Following:
         return None
 
     def take(self, func: OpOverload) -> None:
-        """The call that was looked for last runs as one operator."""
-        if func in TRANSPARENT:
+        """The call that was looked for last runs as one operator.
+
+        A trace writes buffers at its end, by copies that the program does not have: to where they are.
+        """
+        if func in TRANSPARENT or (self._found is None and func is torch.ops.aten.copy_.default):
             return
         if self.copies is not None:
             self.made.append((forward_number(), -1 if self._found is None else self._found))

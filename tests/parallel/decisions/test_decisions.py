@@ -231,6 +231,18 @@ def test_without_gradients_no_backward_is_decided():
     assert told.operators < trained.operators / 2
 
 
+class Counted(Decoder):
+    """A decoder with a statistic."""
+
+    def __init__(self, blocks: int, width: int) -> None:
+        super().__init__(blocks, width)
+        self.register_buffer("seen", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.mul_(0.9).add_(x.mean((0, 1)))
+        return super().forward(x)
+
+
 class Checkpointed(Decoder):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -238,11 +250,13 @@ class Checkpointed(Decoder):
         return x
 
 
-def test_all_operators_of_a_trace_are_found():
-    """Also where the trace has more of them than the program: activation checkpointing detaches all that is made."""
+@pytest.mark.parametrize("kind", [Checkpointed, Counted])
+def test_all_operators_of_a_trace_are_found(kind):
+    """Also where the trace has more of them than the program: activation checkpointing detaches all that is made, and
+    buffers are written at the end."""
     with fake_ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model = distribute_model(Checkpointed(2, WIDTH), mesh, PLAN, check_inputs=False)
+        model = distribute_model(kind(2, WIDTH), mesh, PLAN, check_inputs=False)
         step(model, batch())
         told = frames.recent_frames()[-1].decided
     assert told.operators > 100
