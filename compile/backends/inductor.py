@@ -26,7 +26,7 @@ from dtensor.torch_private.compiling import (
     sizes_defined_by,
 )
 from dtensor.torch_private.core import process_groups
-from dtensor.torch_private.kernels import rebuild_damaged
+from dtensor.torch_private.kernels.libraries import rebuild_damaged
 from dtensor.torch_private.partitioning import all_symbols_saved, min_cut_partition
 from dtensor.torch_private.peak_memory import estimate_memory_as_generated
 

@@ -29,7 +29,7 @@ from dtensor.mesh.provenance import keeps_specs
 from dtensor.program import environment
 from dtensor.torch_private import frame_data, frames
 from dtensor.torch_private.graph_cache import pickled
-from dtensor.torch_private.kernels import binary, using_kernels
+from dtensor.torch_private.kernels.libraries import binary, using_kernels
 
 from ..backends.backend import as_returned, how_returned
 from ..recording.frames import Frame, recent_frames, remember

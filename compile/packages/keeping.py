@@ -11,7 +11,7 @@ from dtensor.layout.chunks import uneven_noted
 from dtensor.mesh.mesh import forget_all_but_meshes
 from dtensor.torch_private.frame_data import sizes_seen
 from dtensor.torch_private.frames import FrameRecorder, Unsupported
-from dtensor.torch_private.kernels import noted_kernels
+from dtensor.torch_private.kernels.libraries import noted_kernels
 from dtensor.torch_private.phases import SAVING, phase
 
 from ..backends.compare_ranks import Collectives, overheard

@@ -34,7 +34,7 @@ from dtensor.mesh.provenance import keeps_specs
 from dtensor.program import environment
 from dtensor.tensor.tensor import DTensor
 from dtensor.torch_private.frames import caches_are_on
-from dtensor.torch_private.kernels import noted_kernels, using_kernels
+from dtensor.torch_private.kernels.libraries import noted_kernels, using_kernels
 from dtensor.torch_private.phases import LOADING, SAVING, WAITING, current, phase, wait_for
 
 from ..backends.run_passes import WATCHERS

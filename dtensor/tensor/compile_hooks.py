@@ -20,6 +20,7 @@ from ..torch_private.graph_cache import Traced, before_tracing, exchange_from_no
 from ..torch_private.on_demand import when_imported
 from ..torch_private.own_errors import show_lines_of
 from ..torch_private.phases import Compilation, watch_compilations
+from .tensor import DTensor
 
 OURS = "dtensor"
 """The name of the backend."""
@@ -110,10 +111,16 @@ def _leveled(gm: Any, example_inputs: Any) -> Any:
 
 
 def _prepared(graph: Any, run_forward: Any, inputs: Any, parameters: Any) -> Traced | None:
-    """Decide the layouts of a graph that is in a global view."""
+    """Decide the layouts of a graph that is in a global view. What has DTensors has its kernels built together."""
+    if any(isinstance(x, DTensor) for x in inputs):
+        when_imported("torch._inductor.async_compile", _build_together)
     if not in_view(graph):
         return None
     return importlib.import_module("dtensor.parallel.decisions.frames").decide_frame(run_forward, inputs, parameters)
+
+
+def _build_together() -> None:
+    importlib.import_module("dtensor.torch_private.kernels.units").build_together()
 
 
 def backend(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,8 @@ from ..search.choices import Choices
 from ..search.regime import USUAL
 from ..search.repeats import steps_of
 from ..search.solving.program import Program
+from ..search.states import State
+from ..search.steps import Steps, Tensor
 from ..search.tape import BORDER
 from .recording import Recording
 
@@ -27,9 +29,6 @@ GAP = 1e-4
 WIDE = 20_000
 """Programs of more variables may be further from the best, where it takes the solver long to come closer: those whose
 tensors are so small that their time is that of starting collectives."""
-
-MANY = 2000
-"""Programs of more operators take the same decisions in all layers that are alike."""
 
 LIMIT = 60.0
 """Seconds after which the solver takes what it has. It is not meant to be reached: ranks might decide differently."""
@@ -64,7 +63,7 @@ def decide(recording: Recording) -> Decisions | None:
     known = facts(mesh)
     network = known.network if known.measured or mesh.device_type != "cpu" else _assumed(known.network)
     choices = Choices(mesh, network, known.machine or MACHINES.get(mesh.device_type, MACHINES["cpu"]))
-    steps = steps_of(tape, alike=len(tape.ops) > MANY)
+    steps = _steps(recording)
     training = any(op.backward for op in tape.ops)
     regime = replace(USUAL, training=training, states=0.0, by_operator=True)
     fixed = {steps.which[v]: s for v, s in recording.fixed.items() if v in steps.which}
@@ -92,6 +91,15 @@ def decide(recording: Recording) -> Decisions | None:
         node = None if maker not in at else (at[maker], back)
         layouts.append(OperatorLayouts(op.func, dims, inputs, outputs, node))
     return Decisions(tuple(layouts), mesh, solution.seconds, solution.bound)
+
+
+def _steps(recording: Recording) -> Steps:
+    """The steps of a program: layers that are alike are decided once, unless the user has cut them differently."""
+    steps, states = steps_of(recording.tape), dict[Tensor, State]()
+    for v, s in recording.fixed.items():
+        if v in steps.which and states.setdefault(steps.which[v], s) != s:
+            return steps_of(recording.tape, alike=False)
+    return steps
 
 
 def _assumed(network: Network) -> Network:

@@ -196,6 +196,7 @@ class _Recorder:
         }
         found.fixed = {v: s for v, s in found.fixed.items() if is_there(v)}
         found.tangents = {v: result for v, result in found.tangents.items() if is_there(v)}
+        _name_by_use(tape)
         return found
 
     def path(self) -> str:
@@ -278,6 +279,22 @@ def record(
                 else:
                     recorder.recording.handed_back.append(recorder.value(g))
     return recorder.on_one_mesh()
+
+
+def _name_by_use(tape: Tape) -> None:
+    """Name parameters by the first operator that reads them, so that those of layers that are alike are known: a frame
+    has them as arguments without names."""
+    names: dict[Value, str] = {}
+    ops: Counter[str] = Counter()
+    for op in tape.ops:
+        for k, v in enumerate(op.operands):
+            if v.kind == PARAMETER:
+                names.setdefault(v, f"{op.path}.operand {k} of operator {ops[op.path]}")
+        ops[op.path] += 1
+    tape.gradients = {names.get(tape.values[PARAMETER, n], n): g for n, g in tape.gradients.items()}
+    for v, name in names.items():
+        v.name = name
+    tape.values = {(v.kind, v.name): v for v in tape.values.values()}
 
 
 def _wants_gradient(x: Any) -> bool:

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from torch._inductor.codecache import CppCodeCache
 
-from dtensor.torch_private import kernels
+from dtensor.torch_private.kernels import libraries
 from tests.interpreter import python
 
 PROGRAM = """
@@ -35,9 +35,9 @@ def test_it_is_built_again(own_caches):
 
 def test_libraries_of_a_package_are_used_for_its_frames_only(tmp_path):
     """The same source, compiled with other settings, is another library."""
-    key, library = kernels._key("int f();", "cpu", None), tmp_path / "library.so"
-    with kernels.using_kernels({key: library}):
-        inside = kernels._load_async(CppCodeCache, "int f();")
+    key, library = libraries._key("int f();", "cpu", None), tmp_path / "library.so"
+    with libraries.using_kernels({key: library}):
+        inside = libraries._load_async(CppCodeCache, "int f();")
     assert inside.__wrapped__.args == (CppCodeCache, str(library), "library")
-    with mock.patch.object(kernels, "_own", return_value=lambda: "built"):
-        assert kernels._load_async(CppCodeCache, "int f();")() == "built"
+    with mock.patch.object(libraries, "_own", return_value=lambda: "built"):
+        assert libraries._load_async(CppCodeCache, "int f();")() == "built"

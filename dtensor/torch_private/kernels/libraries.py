@@ -12,6 +12,8 @@ from typing import Any
 
 from torch._inductor.codecache import CppCodeCache
 
+from .units import build_together
+
 _noting: list[dict[str, Callable[[], Any]]] = []
 _known: ContextVar[Mapping[str, Path] | None] = ContextVar("dtensor_kernels", default=None)
 
@@ -79,6 +81,7 @@ def rebuild_damaged() -> None:
 def noted_kernels() -> Iterator[dict[str, Callable[[], Any]]]:
     """Collect the C++ kernels that are loaded in the context: hash of the source -> loads the library."""
     rebuild_damaged()
+    build_together()
     _noting.append(found := {})
     try:
         yield found
@@ -99,6 +102,7 @@ def using_kernels(libraries: Mapping[str, Path]) -> Iterator[None]:
     The name of a file must say what is in it: of the same source, other flags make another library.
     """
     rebuild_damaged()
+    build_together()
     token = _known.set(libraries)
     try:
         yield
