@@ -56,7 +56,7 @@ class EagerDecisions:
         found: Decisions | str = f"{fully} is fully sharded, and gathered when the forward runs"
         if fully is None:
             inside = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
-            found = decided(lambda *_: self.call(), (), (), inside)
+            found = decided(lambda *_: self.call(), (), (), inside, self.model)
         if isinstance(found, Decisions):
             look_up_each(1)  # operators of the backward are to be looked up whenever it comes
             weakref.finalize(self, look_up_each, -1)

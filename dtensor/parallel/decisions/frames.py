@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from ...dispatch.whole_graph import Following, Told, followed, is_deciding, now
 from ...errors import ShardingError
 from ...layout.layout import Layout
@@ -91,14 +93,16 @@ def decided(
     inputs: Sequence[Any],
     parameters: Collection[int],
     inside: Mapping[str, DTensor] | None = None,
+    model: nn.Module | None = None,
 ) -> Decisions | str:
-    """Record a program and decide its layouts; or why that cannot be done, "" where there is nothing to decide.
+    """Record a program, as `record`, and decide its layouts; or why that cannot be done, "" where there is nothing to
+    decide.
 
     A reason that nobody foresaw is also a warning.
     """
     with Stage("deciding layouts", inside=True):
         try:
-            recording = record(run_forward, inputs, parameters, inside)
+            recording = record(run_forward, inputs, parameters, inside, model)
             return "" if not recording.tape.ops else decide(recording) or "the solver found no layouts"
         except (ShardingError, *UnknownValue) as error:  # what is wrong will be said when it is traced
             log.info("layouts are chosen operator by operator: %s", error)

@@ -8,14 +8,16 @@ what the program itself says of layouts: a redistribution is a border whose resu
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ...dispatch.dispatch import run, wrap
 from ...dispatch.global_view import global_view
@@ -74,6 +76,23 @@ class _Recorder:
         self.locals: dict[Any, torch.Tensor] = {}
         self.meshes: dict[Value, Any] = {}
         self.entered: list[tuple[int, str]] = [(-1, "")]
+        self.open: list[str] = []
+
+    @contextmanager
+    def in_modules(self, model: nn.Module) -> Iterator[None]:
+        """Know in which module operators run, where Dynamo does not say it."""
+        names = {module: name for name, module in model.named_modules()}
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self.open.append(names.get(module, self.open[-1] if self.open else ""))
+
+        def leave(module: nn.Module, args: Any, out: Any) -> None:
+            self.open.pop()
+
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(enter).remove)
+            stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+            yield
 
     def empty(self, spec: Spec) -> Any:
         """A DTensor in which nothing is. Those whose local tensors are alike have the same one."""
@@ -203,7 +222,7 @@ class _Recorder:
         """The module in whose forward an operator runs, or ran that it differentiates."""
         if not self.backward:
             meta = fx_traceback.current_meta
-            path = _module_of(meta)
+            path = self.open[-1] if self.open else _module_of(meta)
             if path != self.entered[-1][1]:
                 self.entered.append((forward_number(), path))
             return path
@@ -231,6 +250,7 @@ def record(
     inputs: Sequence[Any],
     parameters: Collection[int],
     inside: Mapping[str, DTensor] | None = None,
+    model: nn.Module | None = None,
 ) -> Recording:
     """Record a program and, where gradients are enabled and its inputs require them, its backward.
 
@@ -239,6 +259,7 @@ def record(
         inputs: its arguments, on fake tensors. Symbolic sizes are recorded as their hints.
         parameters: indices of those that are parameters or buffers.
         inside: further parameters, by name, which the program reads from elsewhere.
+        model: the model whose forward it is, if it is called as it is; Dynamo says by itself which modules run.
 
     Returns:
         What was recorded.
@@ -258,6 +279,8 @@ def record(
         for name, x in (inside or {}).items():
             recorder.made(x, PARAMETER if x.requires_grad else INPUT, name)
             copies.append(x)
+        if model is not None:
+            stack.enter_context(recorder.in_modules(model))
         stack.enter_context(recorded(recorder))
         stack.enter_context(global_view(False))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # another thread records nothing

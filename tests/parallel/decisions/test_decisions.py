@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,14 +19,18 @@ from dtensor import Shard, distribute_model, distribute_tensor, init_device_mesh
 from dtensor.compile.recording import frames
 from dtensor.dispatch.whole_graph import LOST, Following, OperatorLayouts, followed
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from dtensor.parallel.decisions import deciding
 from dtensor.parallel.decisions import frames as frames_of_decisions
 from dtensor.parallel.decisions.frames import Trace
+from dtensor.parallel.search.steps import pattern
+from dtensor.parallel.search.tape import BORDER, PARAMETER
 from dtensor.testing import fake_ranks, run_ranks
 
 WIDTH, HEADS = 16, 4
 COLUMNS, ROWS = {"tp": Shard(0)}, {"tp": Shard(1)}
 PLAN = {"*.[qkv].weight": COLUMNS, "*.o.weight": ROWS, "*.up.weight": COLUMNS, "*.down.weight": ROWS}
 AOT = {"inner": "aot_eager"}
+QUIET = {"check_inputs": False, "outputs": {}}
 
 
 class Block(nn.Module):
@@ -85,7 +90,7 @@ def test_an_unmodified_model_sends_no_more_than_by_hand():
         hand = step(by_hand(decoder(2, width), mesh), x).total()
         whole = distribute_model(decoder(2, width), mesh, PLAN, check_inputs=False, outputs={})
         decided, greedy = step(whole, x).total(), step(whole, x, decide=False).total()
-    assert decided < hand < greedy
+    assert decided <= hand < greedy
 
 
 def reference(x: torch.Tensor) -> list[torch.Tensor | None]:
@@ -327,16 +332,46 @@ def test_what_cannot_be_recorded_is_said():
     assert "depends on values" in told[-1]
 
 
-@pytest.mark.parametrize("by", ["option", "environment", "plainly"])
+@pytest.mark.parametrize("by", ["nobody", "option", "environment", "plainly"])
 def test_it_can_be_turned_off(by, monkeypatch):
-    with fake_ranks(2):
+    given = {"backend": "aot_eager"} if by == "plainly" else {"backend": "dtensor", "options": AOT}
+    if by == "option":
+        given["options"] = AOT | {"decide": False}
+    elif by != "nobody":
+        monkeypatch.setenv("DTENSOR_DECIDE", "0")
+    with fake_ranks(2), mock.patch.object(frames_of_decisions, "decided", wraps=frames_of_decisions.decided) as decided:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = distribute_model(decoder(1), mesh, PLAN, check_inputs=False)
         torch.compiler.reset()
-        if by == "option":
-            torch.compile(model, backend="dtensor", options=AOT | {"decide": False})(batch())
-        else:
-            monkeypatch.setenv("DTENSOR_DECIDE", "0")
-            given = {"backend": "aot_eager"} if by == "plainly" else {"backend": "dtensor", "options": AOT}
-            torch.compile(model, **given)(batch())
-        assert frames.recent_frames()[-1].decided is None
+        torch.compile(model, **given)(batch())
+    assert decided.called == (by == "nobody")
+
+
+def test_layers_that_are_alike_are_decided_alike():
+    """Operators of layers have the same layouts; parameters of one shape that are cut otherwise are two things."""
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        with mock.patch.object(frames_of_decisions, "decide", wraps=deciding.decide) as decide:
+            step(distribute_model(decoder(3, 256), mesh, PLAN, **QUIET), batch(8, 128, 256))
+        recording = decide.call_args.args[0]
+        decided = deciding.decide(recording)
+        parameters = [t for t in deciding._steps(recording).tensors if t.kind == PARAMETER]
+    assert [t.count for t in parameters] == [3] * 10
+    numbers, layouts = Counter(), {}
+    operators = [op for op in recording.tape.ops if op.func != BORDER]
+    for op, made in zip(operators, decided.layouts, strict=True):
+        at = op.path, op.backward
+        layouts.setdefault((pattern(op.path), op.backward, numbers[at]), []).append((made.inputs, made.outputs))
+        numbers[at] += 1
+    assert max(map(len, layouts.values())) == 3
+    for of_layers in layouts.values():
+        assert of_layers == of_layers[:1] * len(of_layers)
+
+
+def test_layers_that_are_cut_otherwise_are_decided_each():
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = distribute_model(decoder(2), mesh, {"blocks.0.up.weight": COLUMNS, "blocks.1.up.weight": ROWS})
+        with mock.patch.object(deciding, "steps_of", wraps=deciding.steps_of) as steps:
+            step(model, batch())
+    assert [call.kwargs.get("alike", True) for call in steps.call_args_list] == [True, False]
