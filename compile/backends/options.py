@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from dtensor.errors import ArgumentError, ArgumentTypeError
+from dtensor.parallel.decisions.files import NAME, digest
 from dtensor.passes import PIPELINE, REGISTERED, Pass, Raise, select
 from dtensor.passes.runner import check_pass
 from dtensor.program import environment
@@ -44,7 +46,8 @@ class Options:
             communicates (`dtensor.passes.SplitBatch`); 1 leaves it unsplit.
         agreement: whether the ranks compare what a graph communicates before it first runs (`dtensor.comm.agreement`).
         decide: whether the layouts of a model that `distribute_model` sharded are decided for the whole graph at once
-            (`dtensor.parallel.decisions`); otherwise each operator takes what is cheapest for its own operands.
+            (`dtensor.parallel.decisions`); otherwise each operator takes what is cheapest for its own operands. The
+            path of a folder takes the decisions that a dump wrote there, as decisions.json, for the same programs.
     """
 
     inner: str = "inductor"
@@ -56,7 +59,7 @@ class Options:
     memory_budget: int | None = None
     split_batch: int = 1
     agreement: bool = True
-    decide: bool = True
+    decide: bool | str = True
 
     @property
     def cacheable(self) -> bool:
@@ -76,7 +79,8 @@ class Options:
     def fingerprint(self) -> str:
         """Return what the options are, as part of a cache key."""
         said = [(p.name, p.stage, p.exactness, p.fingerprint) if isinstance(p, Pass) else p for p in self.passes or ()]
-        return repr((replace(self, passes=None), self.passes is None, said))
+        decided = digest(self.decide) if isinstance(self.decide, str) else ""
+        return repr((replace(self, passes=None), self.passes is None, said, decided))
 
     def at_level(self) -> "Options":
         """Return these options with what the environment says instead, if it says how far to compile: `inner` goes no
@@ -190,6 +194,17 @@ def _switch(option: str, given: Any) -> bool:
     return given
 
 
+def _switch_or_folder(option: str, given: Any) -> bool | str:
+    if isinstance(given, bool):
+        return given
+    if not isinstance(given, (str, os.PathLike)):
+        raise ArgumentTypeError(f"{option} is True, False or the path of a folder with decisions.json, got {given!r}")
+    path = os.path.abspath(os.fspath(given))
+    if not any(Path(path).rglob(NAME)):
+        raise ArgumentError(f"there is no {NAME} in {path}; write the path of a dump, options={{'dump': …}}, or True")
+    return path
+
+
 def _folder(option: str, given: Any) -> str | None:
     if given is None:
         return None
@@ -231,7 +246,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "memory_budget": _bytes_or_none,
     "split_batch": _parts,
     "agreement": _switch,
-    "decide": _switch,
+    "decide": _switch_or_folder,
 }
 """Option -> the function that validates its value and returns it in its final form."""
 

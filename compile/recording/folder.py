@@ -8,6 +8,7 @@
         03_forward.inner.txt                 what the inner compiler made of it
         04_backward....                      the same for the backward
         guards.txt, recompiled.txt, graph_breaks.txt, bytecode.py
+        decisions.json                       the layouts decided for the whole graph, which options={"decide": …} takes
         manifest.json, trace.json            what it communicates; the timeline, for chrome://tracing or Perfetto
 
 No frame is overwritten: numbering continues after what the folder holds. A file is written completely or not at all. If

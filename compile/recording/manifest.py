@@ -8,11 +8,12 @@ the graph.
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import prod
 from typing import Any
 
 from dtensor.mesh.provenance import Moved
+from dtensor.parallel.decisions.files import NAME
 from dtensor.passes.graph.source import Source
 
 from ..estimates.chrome import chrome_trace
@@ -32,6 +33,8 @@ def write_manifest(frame: Frame) -> None:
     if is_wanted(frame):
         made = manifest(frame)
         write(frame, "manifest.json", json.dumps(made, indent=1))
+        if frame.decided is not None and frame.decided.text:
+            write(frame, NAME, frame.decided.text)
         write(frame, "trace.json", json.dumps(chrome_trace(made)))
 
 
@@ -48,7 +51,7 @@ def manifest(frame: Frame) -> dict[str, Any]:
         "removed": _removed(frame, names),
         "passes": [_change(change) for change in frame.changes],
         "alternatives": [_alternative(a) for a in frame.alternatives],
-        "decided": asdict(frame.decided) | {"gap": frame.decided.gap} if frame.decided else None,
+        "decided": asdict(replace(frame.decided, text="")) | {"gap": frame.decided.gap} if frame.decided else None,
         "graph_breaks": frame.breaks,
         "recompiled": frame.recompiled,
         "totals": totals(collectives),

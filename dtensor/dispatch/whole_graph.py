@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -195,6 +195,7 @@ class Told:
         bound: no other layouts take fewer seconds under that model.
         missed: how many operators of the trace were not recorded, and chose for themselves.
         why: why nothing was decided; "" if something was.
+        text: the decisions as the content of a file (`dtensor.parallel.decisions.files`).
     """
 
     operators: int = 0
@@ -202,6 +203,7 @@ class Told:
     bound: float = 0.0
     missed: int = 0
     why: str = ""
+    text: str = field(default="", repr=False)
 
     @property
     def gap(self) -> float:
@@ -283,12 +285,13 @@ now: _Now = _Now()
 decisions of the graph that this thread traced last; None where nothing was to be decided."""
 
 
-_asked: ContextVar[bool] = ContextVar("dtensor_decide", default=True)
+_asked: ContextVar[bool | str] = ContextVar("dtensor_decide", default=True)
 
 
 @contextmanager
-def deciding(wanted: bool) -> Iterator[None]:
-    """Context of a compilation whose options say whether layouts are decided for whole graphs."""
+def deciding(wanted: bool | str) -> Iterator[None]:
+    """Context of a compilation whose options say whether layouts are decided for whole graphs, or in which folder they
+    are."""
     token = _asked.set(wanted)
     try:
         yield
@@ -302,7 +305,13 @@ def is_deciding() -> bool:
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    return _asked.get() and environment.switched("decide", True)
+    return bool(_asked.get()) and environment.switched("decide", True)
+
+
+def decisions_given() -> str:
+    """The folder with decisions that the options of a compilation name; "" without."""
+    found = _asked.get()
+    return found if isinstance(found, str) else ""
 
 
 def place() -> Following | None:
@@ -351,4 +360,4 @@ def recorded(recorder: Recorder) -> AbstractContextManager[None]:
 
 
 __all__ = ["TRANSPARENT", "Copies", "Following", "Node", "OperatorLayouts", "Ran", "Recorder", "Told", "deciding"]
-__all__ += ["followed", "is_deciding", "now", "once", "place", "recorded", "runs", "written"]
+__all__ += ["decisions_given", "followed", "is_deciding", "now", "once", "place", "recorded", "runs", "written"]

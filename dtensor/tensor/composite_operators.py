@@ -209,7 +209,7 @@ def _homing(x: Any) -> Any:
     if not isinstance(x, DTensor) or not x.requires_grad or not torch.is_grad_enabled():
         return x
     refuse_tangent(x, "this norm's weight or bias")
-    return torch.ops.dtensor.redistribute(x, x._spec.layout.text, False)  # its gradient returns to this layout
+    return torch.ops.dtensor.redistribute(x, "", False)
 
 
 def _norm(operator: OpOverload, weight: int) -> Any:

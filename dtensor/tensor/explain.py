@@ -344,7 +344,7 @@ def _moved(
     if note.kind == "dynamic":
         targets = [Layout.make(s.mesh.ndim, ((),) * s.ndim, ()) for s in specs]
         return OperatorExplanation(note.name, "dynamic", note.depth, note.operands, (), _moves(note, targets))
-    target = Layout.parse(args[1], specs[0].ndim)
+    target = Layout.parse(args[1], specs[0].ndim) if args[1] else specs[0].layout
     outputs = (specs[0].with_layout(target),)
     moves = _moves(note, [target])
     kind = "implied" if inside.name else "redistribute"

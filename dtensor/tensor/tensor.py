@@ -583,6 +583,24 @@ def _redistribute(
     return _wrap(local, x._spec.with_layout(layout))
 
 
+def layout_in(x: DTensor, text: str) -> Layout:
+    """The layout that a call of `dtensor::redistribute` asks for; "" is the tensor's own."""
+    return Layout.parse(text, x.dim()) if text else x._spec.layout
+
+
+def homing(x: DTensor, backward_dtype: torch.dtype | None = None) -> DTensor:
+    """`x`, with a gradient that arrives in the layout of `x` and is not partial. In compiled code nothing guards that
+    layout beside what guards the tensor.
+
+    Args:
+        backward_dtype: the dtype in which the gradient is sent; None for that of `x`.
+    """
+    refuse_export()
+    if not torch.compiler.is_dynamo_compiling():
+        refuse_tangent(x, "a parameter")
+    return torch.ops.dtensor.redistribute(x, "", False, grad_dtype=backward_dtype)
+
+
 library.define(
     "redistribute(Tensor x, str layout, bool async_op, str grad_layout='', str prefer='time', "
     "ScalarType? dtype=None, ScalarType? grad_dtype=None) -> Tensor",
@@ -599,7 +617,7 @@ def _redistribute_operator(
     grad_dtype: torch.dtype | None = None,
 ) -> DTensor:
     """The implementation of `dtensor::redistribute` that dispatch runs on a DTensor."""
-    layout = Layout.parse(text, x.dim())
+    layout = layout_in(x, text)
     if dtype is not None:
         spec = x._spec
         spec = Spec.make(spec.mesh, spec.layout, spec.shape, spec.stride, dtype)
@@ -796,4 +814,4 @@ def _tangent(plain: torch.Tensor | None, spec: Spec, shape: tuple[int, ...]) -> 
 install(DTensor, _wrap)
 inner_sizes_follow(DTensor)
 attributes_stand_with_their_tensors()
-__all__ = ["DTensor", "FromLocal", "complete_tangents", "fake_like", "move"]
+__all__ = ["DTensor", "FromLocal", "complete_tangents", "fake_like", "homing", "layout_in", "move"]

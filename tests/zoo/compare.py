@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtensor import fallbacks
+from dtensor import DTensor, distribute_tensor, fallbacks
 from dtensor.compile import statistics
 from dtensor.compile.recording.frames import recent_frames
 from dtensor.torch_private.compiling import dynamo_counters
@@ -16,6 +16,8 @@ from .models import EXAMPLES
 from .ways import HOW, WAYS
 
 STEPS = 5
+SIZES = (3, 5)
+"""Numbers of the samples of batches that follow the first, where sizes are dynamic."""
 
 
 class Found(NamedTuple):
@@ -54,12 +56,24 @@ def compare(name: str, way: str, how: str) -> Found:
     for step in range(STEPS):
         dense.step(), sharded.step()
         dense.zero_grad(), sharded.zero_grad()
-        want, found = results(plain(**given))[0], results(run(**ours))[0]
+        batch, cut = (given, ours) if how != "dynamic" else _resized(given, ours, SIZES[step % len(SIZES)])
+        want, found = results(plain(**batch))[0], results(run(**cut))[0]
         torch.testing.assert_close(found, want, msg=f"loss after {step + 1} steps: {{}}".format)
         want.backward(), found.backward()
     collectives = Counter(c.op for r in seen.records if r.direction != "joint" for c in r.collectives)
     missed = sum([frame.decided.missed for frame in recent_frames() if frame.decided is not None])
     return Found(collectives, seen.graphs, breaks, fallbacks() - before, missed)
+
+
+def _resized(given: Any, ours: Any, size: int) -> tuple[Any, Any]:
+    """A batch of so many samples, whole and cut as another one is."""
+    count = next(iter(given.values())).shape[0]
+    batch = {k: torch.cat([x] * size)[:size] if x.shape[:1] == (count,) else x for k, x in given.items()}
+    cut = {
+        k: distribute_tensor(x, ours[k].device_mesh, ours[k].placements) if isinstance(ours[k], DTensor) else x
+        for k, x in batch.items()
+    }
+    return batch, cut
 
 
 def _compare_once(plain: torch.nn.Module, given: Any, model: torch.nn.Module, ours: Any, run: Any) -> None:

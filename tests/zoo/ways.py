@@ -26,10 +26,10 @@ FAST = Link(alpha=1e-9, bandwidth=1e14, memory=1e14, launch=1e-9, start=1e-9)
 
 
 def tensor_parallel(
-    model: nn.Module, name: str, given: Given, links: Sequence[Link] | None = None
+    model: nn.Module, name: str, given: Given, links: Sequence[Link] | None = None, ranks: int = 2
 ) -> tuple[nn.Module, Given]:
     """By `distribute_model`; with links also for a batch, so that eager mode follows what is decided."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     prepare(mesh, links=links)
     cut = _cut(name, given, mesh)
     distribute_model(model, mesh, EXAMPLES[name].plan, outputs={}, batch=cut if links else None)
@@ -124,6 +124,7 @@ ALL, SOME, DECODERS = tuple(EXAMPLES), ("llama", "vit", "convolutions"), ("llama
 WAYS: dict[str, tuple[int, Callable[..., Any], tuple[str, ...]]] = {
     "tp": (2, tensor_parallel, ALL),
     "tp, fast": (2, partial(tensor_parallel, links=[FAST]), ALL),
+    "tp of four, fast": (4, partial(tensor_parallel, links=[FAST], ranks=4), ALL),
     "found": (2, found, ALL),
     "fsdp": (2, fully_sharded, ALL),
     "2d": (4, two_dimensional, ALL),
@@ -141,9 +142,11 @@ HOW: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "compiled": {"options": {"inner": "aot_eager"}},
     "one by one": {"options": {"inner": "aot_eager", "decide": False}},
+    "dynamic": {"options": {"inner": "aot_eager"}, "dynamic": True},
     "inductor": {},
 }
-"""How a model runs: the arguments of torch.compile beside the backend. One by one, each operator chooses for itself."""
+"""How a model runs: the arguments of torch.compile beside the backend. One by one, each operator chooses for itself.
+Dynamic, batches of other sizes follow the first."""
 
 THIRD = ALL[::3]
 """The models that are compiled by Inductor, too."""
@@ -156,8 +159,10 @@ def cases() -> list[tuple[str, str, str]]:
 
 
 def _is_of_interest(name: str, way: str, how: str) -> bool:
-    if way == "2d, fast":
+    if way in ("2d, fast", "tp of four, fast"):
         return how == "compiled"
+    if how == "dynamic":
+        return way == "tp, fast"
     return how in ("eager", "compiled") or (way == "tp" and (how != "inductor" or name in THIRD))
 
 

@@ -6,8 +6,11 @@ Parameters, inputs and what the program redistributes itself are where it says. 
 search (`dtensor.parallel.search.solving`), at the same prices.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from ...dispatch.whole_graph import OperatorLayouts
@@ -20,7 +23,8 @@ from ..search.repeats import steps_of
 from ..search.solving.program import Program
 from ..search.states import State
 from ..search.steps import Steps, Tensor
-from ..search.tape import BORDER
+from ..search.tape import Op
+from . import files
 from .recording import Recording
 
 GAP = 1e-4
@@ -29,6 +33,12 @@ GAP = 1e-4
 WIDE = 20_000
 """Programs of more variables may be further from the best, where it takes the solver long to come closer: those whose
 tensors are so small that their time is that of starting collectives."""
+
+FOR_ALIKE = 0.02
+"""What fraction of a step layers may cost that are decided alike."""
+
+MANY = 2000
+"""In programs of more operators all layers that are alike are decided alike."""
 
 LIMIT = 60.0
 """Seconds after which the solver takes what it has. It is not meant to be reached: ranks might decide differently."""
@@ -49,22 +59,66 @@ class Decisions:
         mesh: the mesh on which they run.
         seconds: of a step, as the model of cost has it.
         bound: no decisions take fewer seconds under that model.
+        text: the same as the content of a file; see `files`.
     """
 
     layouts: tuple[OperatorLayouts, ...]
     mesh: Any
     seconds: float
     bound: float
+    text: str
 
 
-def decide(recording: Recording) -> Decisions | None:
-    """The layouts of a recorded program; None if the solver finds none."""
-    tape, mesh = recording.tape, recording.mesh
-    known = facts(mesh)
-    network = known.network if known.measured or mesh.device_type != "cpu" else _assumed(known.network)
-    choices = Choices(mesh, network, known.machine or MACHINES.get(mesh.device_type, MACHINES["cpu"]))
-    steps = _steps(recording)
-    training = any(op.backward for op in tape.ops)
+def decide(recording: Recording, folder: str = "") -> Decisions | None:
+    """The layouts of a recorded program; None if the solver finds none.
+
+    Args:
+        recording: the program.
+        folder: decisions that were dumped; what it has for this program is taken, and nothing is decided.
+
+    Raises:
+        PlacementError: a file in the folder says what cannot be.
+    """
+    known = facts(recording.mesh)
+    device = recording.mesh.device_type
+    network = known.network if known.measured or device != "cpu" else _assumed(known.network)
+    choices = Choices(recording.mesh, network, known.machine or MACHINES.get(device, MACHINES["cpu"]))
+    found = files.read(Path(folder), recording) if folder else None
+    if found is None:
+        found = _solved(recording, choices)
+    else:
+        _check(folder, recording, choices, found[0])
+    return None if found is None else _decisions(recording, *found)
+
+
+def _solved(recording: Recording, choices: Choices) -> tuple[list[files.Sides], float, float] | None:
+    """The sides of each operator, the seconds of a step, and the bound on them.
+
+    Layers that are alike are decided alike, for the sake of readers, and of compilers, which then make one kernel for
+    all; unless that costs much, or the user has cut them differently.
+    """
+    alike = None
+    if _may_be_alike(recording):
+        alike = _solution(recording, choices, steps_of(recording.tape))
+        if alike is not None and len(recording.tape.ops) > MANY:
+            return alike
+    each = _solution(recording, choices, steps_of(recording.tape, alike=False))
+    if alike is None or each is None:
+        return alike or each
+    bound = min(each[2], alike[1])
+    return (alike[0], alike[1], bound) if alike[1] * (1 - FOR_ALIKE) <= bound else each
+
+
+def _may_be_alike(recording: Recording) -> bool:
+    """Whether there are layers that are alike, and are where the program says in the same states."""
+    steps, states = steps_of(recording.tape), dict[Tensor, State]()
+    fixed = [(steps.which[v], s) for v, s in recording.fixed.items() if v in steps.which]
+    return len(steps.steps) < len(recording.tape.ops) and all(states.setdefault(t, s) == s for t, s in fixed)
+
+
+def _solution(recording: Recording, choices: Choices, steps: Steps) -> tuple[list[files.Sides], float, float] | None:
+    """The same, where what is one step is decided once."""
+    training = any(op.backward for op in recording.tape.ops)
     regime = replace(USUAL, training=training, states=0.0, by_operator=True)
     fixed = {steps.which[v]: s for v, s in recording.fixed.items() if v in steps.which}
     tangents = {
@@ -72,34 +126,51 @@ def decide(recording: Recording) -> Decisions | None:
         for v, result in recording.tangents.items()
         if v in steps.which and result in steps.which
     }
-    returned = [steps.which[v] for v in (*tape.results, *recording.handed_back) if v in steps.which]
+    results = (*recording.tape.results, *recording.handed_back)
+    returned = [steps.which[v] for v in results if v in steps.which]
     program = Program(steps, choices, regime, fixed=fixed, returned=returned, tangents=tangents)
     solution = program.solve(gap=GAP, limit=LIMIT, most=WIDE)
     if solution is None:
         return None
-    layouts: list[OperatorLayouts] = []
-    at: dict[Any, int] = {}
-    for op in tape.ops:
-        if op.func == BORDER:
-            continue
+    sides: list[files.Sides] = []
+    for op in files.operators(recording):
         step = steps.of[op]
-        inputs = tuple([solution.uses.get((step, k)) for k in range(len(op.operands))])
-        outputs = tuple([None if t is None else solution.states.get(t) for t in step.outputs])
-        dims = tuple([v.ndim for v in op.operands])
-        at[op] = len(layouts)
+        takes = tuple([solution.uses.get((step, k)) for k in range(len(op.operands))])
+        sides.append((takes, tuple([None if t is None else solution.states.get(t) for t in step.outputs])))
+    return sides, solution.seconds, solution.bound
+
+
+def _decisions(recording: Recording, sides: Sequence[files.Sides], seconds: float, bound: float) -> Decisions:
+    layouts: list[OperatorLayouts] = []
+    at: dict[Op, int] = {}
+    for k, (op, (takes, makes)) in enumerate(zip(files.operators(recording), sides, strict=True)):
+        at[op] = k
         maker, back = recording.node.get(op, (None, 0))
         node = None if maker not in at else (at[maker], back)
-        layouts.append(OperatorLayouts(op.func, dims, inputs, outputs, node))
-    return Decisions(tuple(layouts), mesh, solution.seconds, solution.bound)
+        layouts.append(OperatorLayouts(op.func, tuple([v.ndim for v in op.operands]), takes, makes, node))
+    return Decisions(tuple(layouts), recording.mesh, seconds, bound, files.text(recording, sides, seconds, bound))
 
 
-def _steps(recording: Recording) -> Steps:
-    """The steps of a program: layers that are alike are decided once, unless the user has cut them differently."""
-    steps, states = steps_of(recording.tape), dict[Tensor, State]()
-    for v, s in recording.fixed.items():
-        if v in steps.which and states.setdefault(steps.which[v], s) != s:
-            return steps_of(recording.tape, alike=False)
-    return steps
+def _check(folder: str, recording: Recording, choices: Choices, sides: Sequence[files.Sides]) -> None:
+    """Refuse layouts that the rules of operators do not allow."""
+    steps = steps_of(recording.tape, alike=False)
+    reduced = choices.made(steps.steps)
+    for k, (op, given) in enumerate(zip(files.operators(recording), sides, strict=True)):
+        step = steps.of[op]
+        if step.plain or not step.sources:
+            continue
+        allowed = [(o.inputs, o.outputs) for o in choices.options(step, reduced)]
+        if not any(map(partial(_fits, given), allowed)):
+            raise files.refused(folder, k, op, given, allowed)
+
+
+def _fits(given: files.Sides, allowed: files.Sides) -> bool:
+    """Whether layouts are those of an option, which may leave some to be any."""
+    return (
+        given[1] == allowed[1]
+        and len(given[0]) == len(allowed[0])
+        and all(b is None or a == b for a, b in zip(given[0], allowed[0]))
+    )
 
 
 def _assumed(network: Network) -> Network:

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from ...dispatch.whole_graph import Following, Told, followed, is_deciding, now
-from ...errors import ShardingError
+from ...dispatch.whole_graph import Following, Told, decisions_given, followed, is_deciding, now
+from ...errors import PlacementError, ShardingError
 from ...layout.layout import Layout
 from ...program.source_lines import users_level
 from ...program.stages import Stage
@@ -42,7 +42,7 @@ def decide_frame(run_forward: Callable[..., Any], inputs: Sequence[Any], paramet
     if not isinstance(decisions, Decisions):
         now.told = Told(why=decisions) if decisions else None
         return None
-    now.told = Told(len(decisions.layouts), decisions.seconds, decisions.bound)
+    now.told = Told(len(decisions.layouts), decisions.seconds, decisions.bound, text=decisions.text)
     return Trace(Following(decisions.layouts, decisions.mesh))
 
 
@@ -103,7 +103,11 @@ def decided(
     with Stage("deciding layouts", inside=True):
         try:
             recording = record(run_forward, inputs, parameters, inside, model)
-            return "" if not recording.tape.ops else decide(recording) or "the solver found no layouts"
+            return (
+                "" if not recording.tape.ops else decide(recording, decisions_given()) or "the solver found no layouts"
+            )
+        except PlacementError:  # of a file that was given
+            raise
         except (ShardingError, *UnknownValue) as error:  # what is wrong will be said when it is traced
             log.info("layouts are chosen operator by operator: %s", error)
             return str(error)

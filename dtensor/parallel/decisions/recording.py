@@ -25,7 +25,7 @@ from ...dispatch.whole_graph import TRANSPARENT, recorded
 from ...errors import ShardingError
 from ...mesh.tensor_spec import Spec
 from ...rules import State
-from ...tensor.tensor import DTensor
+from ...tensor.tensor import DTensor, layout_in
 from ...torch_private.core import (
     FakeTensorMode,
     OpOverload,
@@ -176,7 +176,7 @@ class _Recorder:
         """A redistribution, which the program says itself."""
         x = args[0]
         given = self.value(x)
-        layout = type(x._spec.layout).parse(args[1], x.dim())
+        layout = layout_in(x, args[1])
         dtype = kwargs.get("dtype") or x._spec.dtype
         out = self.empty(Spec.make(x._spec.mesh, layout, x._spec.shape, x._spec.stride, dtype))
         if layout is x._spec.layout and given in self.recording.fixed:

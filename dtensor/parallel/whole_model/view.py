@@ -19,7 +19,7 @@ from ...dispatch.whole_graph import now
 from ...layout.layout import Layout
 from ...layout.placements import Placement, Replicate, Shard
 from ...mesh.tensor_spec import Spec
-from ...tensor.tensor import DTensor
+from ...tensor.tensor import DTensor, homing
 from ...torch_private.core import eval_frame_callback, is_in_backward, never_traced, traced_with_caller
 from ..checks.input_check import Given, InputCheck
 from ..modules.distribute_module import DISTRIBUTED
@@ -205,10 +205,12 @@ def _read(module: Any, name: str) -> torch.Tensor | None:
     used: Any = None if module._dtensor_used is None else module._dtensor_used.get(name)
     if not (p.requires_grad and torch.is_grad_enabled()):
         return p if used is None else p.redistribute(placements=used)
-    own, sent = p.placements, module._dtensor_sent
+    sent = module._dtensor_sent
     if sent is not None and sent.itemsize >= p.dtype.itemsize:
         sent = None
-    return p.redistribute(placements=used or own, grad_placements=own, backward_dtype=sent)
+    if used is None:
+        return homing(p, sent)
+    return p.redistribute(placements=used, grad_placements=p.placements, backward_dtype=sent)
 
 
 class _Leaving(torch.autograd.Function):

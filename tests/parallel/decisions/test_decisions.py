@@ -166,7 +166,7 @@ def test_decisions_are_the_same_in_every_process(tmp_path):
     program = (
         "import hashlib, torch; from tests.parallel.decisions import test_decisions as t;"
         "import dtensor.parallel.decisions.frames as f; own = f.decide\n"
-        "def decide(recording):\n"
+        "def decide(recording, folder):\n"
         "    made = own(recording)\n"
         "    print('decided', [(str(x.func), x.inputs, x.outputs) for x in made.layouts])\n"
         "    return made\n"
@@ -271,7 +271,7 @@ def test_all_operators_of_a_trace_are_found(kind):
 def test_a_graph_that_is_another_is_said_once(monkeypatch):
     own = frames_of_decisions.decide
     monkeypatch.setattr(
-        frames_of_decisions, "decide", lambda recording: replace(made := own(recording), layouts=made.layouts[:20])
+        frames_of_decisions, "decide", lambda *args: replace(made := own(*args), layouts=made.layouts[:20])
     )
     with fake_ranks(2), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -347,23 +347,24 @@ def test_it_can_be_turned_off(by, monkeypatch):
     assert decided.called == (by == "nobody")
 
 
-def test_layers_that_are_alike_are_decided_alike():
+def test_layers_that_are_alike_are_decided_alike(monkeypatch):
     """Operators of layers have the same layouts; parameters of one shape that are cut otherwise are two things."""
+    monkeypatch.setattr(deciding, "FOR_ALIKE", 1.0)
     with fake_ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         with mock.patch.object(frames_of_decisions, "decide", wraps=deciding.decide) as decide:
             step(distribute_model(decoder(3, 256), mesh, PLAN, **QUIET), batch(8, 128, 256))
         recording = decide.call_args.args[0]
         decided = deciding.decide(recording)
-        parameters = [t for t in deciding._steps(recording).tensors if t.kind == PARAMETER]
+        parameters = [t for t in deciding.steps_of(recording.tape).tensors if t.kind == PARAMETER]
     assert [t.count for t in parameters] == [3] * 10
     numbers, layouts = Counter(), {}
     operators = [op for op in recording.tape.ops if op.func != BORDER]
     for op, made in zip(operators, decided.layouts, strict=True):
-        at = op.path, op.backward
-        layouts.setdefault((pattern(op.path), op.backward, numbers[at]), []).append((made.inputs, made.outputs))
-        numbers[at] += 1
-    assert max(map(len, layouts.values())) == 3
+        if not op.backward and op.path:
+            layouts.setdefault((pattern(op.path), numbers[op.path]), []).append((op.func, made.inputs, made.outputs))
+            numbers[op.path] += 1
+    assert {len(of_layers) for of_layers in layouts.values()} == {3}
     for of_layers in layouts.values():
         assert of_layers == of_layers[:1] * len(of_layers)
 

@@ -221,7 +221,7 @@ def test_a_name_that_forward_does_not_take_is_refused(mesh):
 
 
 def test_decisions_that_fail_are_said_and_left_out(mesh, monkeypatch):
-    def fail(recording):
+    def fail(recording, folder):
         raise ArithmeticError("no layouts today")
 
     monkeypatch.setattr(frames, "decide", fail)

@@ -10,6 +10,7 @@ from ..choices import Choices
 from ..regime import Regime, on_parts
 from ..states import Moves, State, first_start
 from ..steps import Step, Steps, Tensor, is_free
+from ..tape import Value
 from .pruning import Edge, Groups
 from .solver import INF
 from .tableau import Chosen, Tableau
@@ -70,6 +71,10 @@ class Flows:
         self.equal: list[tuple[Chosen, Chosen]] = []
         self.firsts: dict[tuple[bool, bool, int], int] = {}
         self.moves: list[tuple[Way, dict[tuple[State, State], int]]] = []
+        self.read: dict[tuple[Tensor, bool], set[Value]] = {}
+        for op in steps.tape.ops:
+            for v in op.operands:
+                self.read.setdefault((steps.which[v], op.backward), set()).add(v)
 
     def of(
         self, t: Tensor, made: Chosen, users: Mapping[tuple[Step, int], Chosen], stored: Mapping[Tensor, Chosen]
@@ -87,6 +92,7 @@ class Flows:
             if None not in chosen:
                 user = _User(chosen, float(u.sources[k][t]), here or u.border)
                 by_phase.setdefault(u.backward, []).append(user)
+        read = {backward: self.read.get((t, backward), set[Value]()) for backward in by_phase}
         if not self.regime.by_operator and t.step is not None and is_free(t.step) and not t.step.border:
             # What is moved behind a view is moved before it as well, where a plan can say so.
             self.equal += [(made, user.chosen) for phase in by_phase.values() for user in phase]
@@ -94,6 +100,7 @@ class Flows:
         if len(by_phase) > 1 and not any(self.all.beside(t, backward) for backward in by_phase):
             # What the forward moves is saved for the backward.
             by_phase = {False: [user for phase in by_phase.values() for user in phase]}
+            read = {False: set().union(*read.values())}
         for backward, phase in by_phase.items():
             again = 0.0
             if t in self.all.reread and self.regime.training and not backward:
@@ -101,18 +108,19 @@ class Flows:
                 forward, later = (max([u.times for u in by_phase.get(b, [])], default=0.0) for b in (False, True))
                 held = sum([self.all.which[v] is t for v in self.all.held]) / t.count
                 again = max(0.0, 1.0 - held - later / forward)
-            self._shared(t, made, phase, Paid(self.all.beside(t, backward), backward, again, t.like.dtype.itemsize))
+            paid = Paid(self.all.beside(t, backward), backward, again, t.like.dtype.itemsize)
+            self._shared(t, made, phase, paid, len(read[backward]))
         for (g, p), n in self.all.gradients.items():
             if g is t:
                 paid = Paid(True, True, 0.0, self.regime.itemsize(t.like.dtype))
-                self._shared(t, made, [_User(stored[p], float(n), True)], paid)
+                self._shared(t, made, [_User(stored[p], float(n), True)], paid, n)
 
-    def _shared(self, t: Tensor, made: Chosen, users: list["_User"], paid: Paid) -> None:
-        """Several users share the move to a state in between, and each pays what else it needs."""
+    def _shared(self, t: Tensor, made: Chosen, users: list["_User"], paid: Paid, times: int) -> None:
+        """Several users share the move to a state in between, so many `times`, and each pays what else it needs."""
         if len(users) > 1:
             states = sorted({*made, *[s for user in users for s in user.chosen]}, key=str)
             between = self.tableau.one_state(states)
-            self.ways.append(Way(t, made, between, paid, max(u.times for u in users), all(u.said for u in users)))
+            self.ways.append(Way(t, made, between, paid, float(times), all(u.said for u in users)))
             made = between
         self.ways += [Way(t, made, user.chosen, paid, user.times, user.said) for user in users]
 
