@@ -35,7 +35,7 @@ WIDE = 20_000
 tensors are so small that their time is that of starting collectives."""
 
 FOR_ALIKE = 0.02
-"""What fraction of a step layers may cost that are decided alike."""
+"""What fraction of a step layers may cost that are decided alike; they may not send more."""
 
 MANY = 2000
 """In programs of more operators all layers that are alike are decided alike."""
@@ -95,18 +95,20 @@ def _solved(recording: Recording, choices: Choices) -> tuple[list[files.Sides], 
     """The sides of each operator, the seconds of a step, and the bound on them.
 
     Layers that are alike are decided alike, for the sake of readers, and of compilers, which then make one kernel for
-    all; unless that costs much, or the user has cut them differently.
+    all; unless that costs, or the user has cut them differently.
     """
     alike = None
     if _may_be_alike(recording):
         alike = _solution(recording, choices, steps_of(recording.tape))
         if alike is not None and len(recording.tape.ops) > MANY:
-            return alike
+            return alike[1:]
     each = _solution(recording, choices, steps_of(recording.tape, alike=False))
     if alike is None or each is None:
-        return alike or each
-    bound = min(each[2], alike[1])
-    return (alike[0], alike[1], bound) if alike[1] * (1 - FOR_ALIKE) <= bound else each
+        found = alike or each
+        return found and found[1:]
+    bound = min(each[3], alike[2])
+    costs = alike[2] * (1 - FOR_ALIKE) > bound or alike[0] > each[0]
+    return each[1:] if costs else (*alike[1:3], bound)
 
 
 def _may_be_alike(recording: Recording) -> bool:
@@ -116,8 +118,10 @@ def _may_be_alike(recording: Recording) -> bool:
     return len(steps.steps) < len(recording.tape.ops) and all(states.setdefault(t, s) == s for t, s in fixed)
 
 
-def _solution(recording: Recording, choices: Choices, steps: Steps) -> tuple[list[files.Sides], float, float] | None:
-    """The same, where what is one step is decided once."""
+def _solution(
+    recording: Recording, choices: Choices, steps: Steps
+) -> tuple[float, list[files.Sides], float, float] | None:
+    """The bytes that a rank sends, and the same, where what is one step is decided once."""
     training = any(op.backward for op in recording.tape.ops)
     regime = replace(USUAL, training=training, states=0.0, by_operator=True)
     fixed = {steps.which[v]: s for v, s in recording.fixed.items() if v in steps.which}
@@ -137,7 +141,7 @@ def _solution(recording: Recording, choices: Choices, steps: Steps) -> tuple[lis
         step = steps.of[op]
         takes = tuple([solution.uses.get((step, k)) for k in range(len(op.operands))])
         sides.append((takes, tuple([None if t is None else solution.states.get(t) for t in step.outputs])))
-    return sides, solution.seconds, solution.bound
+    return solution.sent, sides, solution.seconds, solution.bound
 
 
 def _decisions(recording: Recording, sides: Sequence[files.Sides], seconds: float, bound: float) -> Decisions:

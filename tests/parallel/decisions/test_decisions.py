@@ -349,7 +349,7 @@ def test_it_can_be_turned_off(by, monkeypatch):
 
 def test_layers_that_are_alike_are_decided_alike(monkeypatch):
     """Operators of layers have the same layouts; parameters of one shape that are cut otherwise are two things."""
-    monkeypatch.setattr(deciding, "FOR_ALIKE", 1.0)
+    monkeypatch.setattr(deciding, "MANY", 0)
     with fake_ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         with mock.patch.object(frames_of_decisions, "decide", wraps=deciding.decide) as decide:
@@ -376,3 +376,30 @@ def test_layers_that_are_cut_otherwise_are_decided_each():
         with mock.patch.object(deciding, "steps_of", wraps=deciding.steps_of) as steps:
             step(model, batch())
     assert [call.kwargs.get("alike", True) for call in steps.call_args_list] == [True, False]
+
+
+def test_layers_are_not_decided_alike_where_that_costs():
+    """Here it costs 5 %."""
+    with fake_ranks(2), mock.patch.object(deciding, "_solution", wraps=deciding._solution) as solved:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        step(distribute_model(decoder(2, 256), mesh, PLAN, **QUIET), batch(8, 128, 256))
+        recording, choices, _ = solved.call_args.args
+        alike, each = (
+            deciding._solution(recording, choices, deciding.steps_of(recording.tape, alike=a)) for a in (True, False)
+        )
+        assert alike[2] > 1.03 * each[2]
+        assert deciding._solved(recording, choices) == each[1:]
+
+
+def test_a_move_of_layers_that_are_alike_is_paid_by_each():
+    """What a layer makes and the next and the last thing read is moved as often as there are layers."""
+    with fake_ranks(2), mock.patch.object(deciding, "_solution", wraps=deciding._solution) as solved:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        with torch.no_grad():
+            model = distribute_model(decoder(3, 256), mesh, PLAN, **QUIET)
+            torch.compile(model, backend="dtensor", options=AOT)(batch(8, 128, 256))
+        recording, choices, _ = solved.call_args.args
+        alike, each = (
+            deciding._solution(recording, choices, deciding.steps_of(recording.tape, alike=a)) for a in (True, False)
+        )
+    assert alike[2] >= each[3]

@@ -2,10 +2,11 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 
-from ....prices.links import Network
+from ....prices.links import Network, wire_bytes
 from ..choices import Choices
 from ..regime import Regime, on_parts
 from ..states import Moves, State, first_start
@@ -162,6 +163,17 @@ class Flows:
             between = self._moves(way).between(frozenset(made), frozenset(wanted))
             found.update([moves[a, b] for a, b, _ in between if (a, b) in moves])
         return found
+
+    def sent(self, x: Any) -> float:
+        """Bytes that a rank sends in a solution, as `wire_bytes` counts them."""
+        total, sizes = 0.0, self.network.sizes
+        for way, moves in self.moves:
+            times = way.times * (1.0 + way.paid.again)
+            for (a, b), k in moves.items():
+                if x[k]:
+                    sending = self._moves(way).sending(a, b)
+                    total += x[k] * times * wire_bytes(sending.op, sending.bytes, sizes[sending.axis])
+        return total
 
     def _add(self, way: Way, made: Chosen, wanted: Chosen, room: float) -> None:
         paid, columns, parts = way.paid, self.tableau.columns, self.regime.parts

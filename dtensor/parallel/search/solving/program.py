@@ -44,6 +44,7 @@ class Solution:
         states: tensor -> the state in which it is made.
         uses: (step, operand) -> the state in which it takes its operand; None if any.
         held: bytes that a rank holds, as far as the program counts them.
+        sent: bytes that a rank sends.
         variables, rows: size of the program.
     """
 
@@ -52,6 +53,7 @@ class Solution:
     states: dict[Tensor, State]
     uses: dict[tuple[Step, int], State | None]
     held: float
+    sent: float
     variables: int
     rows: int
 
@@ -292,6 +294,7 @@ class Program:
             {t: s for t, s in states.items() if s is not None},
             uses,
             max([sum([v * found.x[k] for k, v in held.items()]) for held in (self.halfway, self.at_end)]),
+            self.flows.sent(found.x),
             len(self.columns.cost),
             len(self.rows.lower),
         )
