@@ -39,6 +39,9 @@ than the program, wherever a tensor is saved."""
 ALIASING = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
 """Operators that are no views by their schema, and whose result is the memory of their operand."""
 
+OF_TRACES = (torch.ops.aten.copy_.default, torch.ops.aten.clone.default)
+"""Operators that a trace adds at its end: writes to buffers, and copies of results that share memory."""
+
 AHEAD = 64
 """How many recorded operators may be left out at once where a program runs fewer than were recorded."""
 
@@ -171,9 +174,9 @@ class Following:
     def take(self, func: OpOverload) -> None:
         """The call that was looked for last runs as one operator.
 
-        A trace writes buffers at its end, by copies that the program does not have: to where they are.
+        A trace ends in what the program does not have, which runs on tensors where they are.
         """
-        if func in TRANSPARENT or (self._found is None and func is torch.ops.aten.copy_.default):
+        if func in TRANSPARENT or (self._found is None and func in OF_TRACES):
             return
         if self.copies is not None:
             self.made.append((forward_number(), -1 if self._found is None else self._found))
