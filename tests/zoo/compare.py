@@ -68,7 +68,12 @@ def compare(name: str, way: str, how: str) -> Found:
 def _resized(given: Any, ours: Any, size: int) -> tuple[Any, Any]:
     """A batch of so many samples, whole and cut as another one is."""
     count = next(iter(given.values())).shape[0]
-    batch = {k: torch.cat([x] * size)[:size] if x.shape[:1] == (count,) else x for k, x in given.items()}
+
+    def resized(x: Any) -> Any:
+        has_samples = isinstance(x, torch.Tensor) and x.shape[:1] == (count,)
+        return torch.cat([x] * size)[:size] if has_samples else x
+
+    batch = {k: resized(x) for k, x in given.items()}
     cut = {
         k: distribute_tensor(x, ours[k].device_mesh, ours[k].placements) if isinstance(ours[k], DTensor) else x
         for k, x in batch.items()
