@@ -78,7 +78,7 @@ def decide(recording: Recording, folder: str = "") -> Decisions | None:
         folder: decisions that were dumped; what it has for this program is taken, and nothing is decided.
 
     Raises:
-        PlacementError: a file in the folder says what cannot be.
+        Refused: a file in the folder says what cannot be.
     """
     known = facts(recording.mesh)
     device = recording.mesh.device_type
@@ -98,9 +98,9 @@ def _solved(recording: Recording, choices: Choices) -> tuple[list[files.Sides], 
     Layers that are alike are decided alike, for the sake of readers, and of compilers, which then make one kernel for
     all; unless that costs, or the user has cut them differently.
     """
-    alike = None
-    if _may_be_alike(recording):
-        alike = _solution(recording, choices, steps_of(recording.tape))
+    alike, steps = None, steps_of(recording.tape)
+    if _may_be_alike(recording, steps):
+        alike = _solution(recording, choices, steps)
         if alike is not None and len(recording.tape.ops) > MANY:
             return alike[1:]
     each = _solution(recording, choices, steps_of(recording.tape, alike=False))
@@ -112,9 +112,9 @@ def _solved(recording: Recording, choices: Choices) -> tuple[list[files.Sides], 
     return each[1:] if costs else (*alike[1:3], bound)
 
 
-def _may_be_alike(recording: Recording) -> bool:
-    """Whether there are layers that are alike, and are where the program says in the same states."""
-    steps, states = steps_of(recording.tape), dict[Tensor, State]()
+def _may_be_alike(recording: Recording, steps: Steps) -> bool:
+    """Whether there are layers that are alike, in which the program says the same of where tensors are."""
+    states: dict[Tensor, State] = {}
     fixed = [(steps.which[v], s) for v, s in recording.fixed.items() if v in steps.which]
     return len(steps.steps) < len(recording.tape.ops) and all(states.setdefault(t, s) == s for t, s in fixed)
 

@@ -31,18 +31,22 @@ Sides = tuple[tuple[State | None, ...], tuple[State | None, ...]]
 """The states in which an operator takes its operands, and makes its results."""
 
 
+class Refused(PlacementError):
+    """A file does not hold decisions, or holds some that cannot be."""
+
+
 def operators(recording: Recording) -> list[Op]:
     """The operators of a program whose layouts are decided."""
     return [op for op in recording.tape.ops if op.func != BORDER]
 
 
 def program(recording: Recording) -> str:
-    """What identifies a program: its operators and their sizes, and where what is given to it is, and is to be."""
-    text = [
-        repr((str(op.func), op.path, op.backward, [(v.shape, v.dtype, recording.fixed.get(v)) for v in op.operands]))
-        for op in recording.tape.ops
-    ]
-    return sha256("\n".join(text).encode()).hexdigest()[:16]
+    """What identifies a program: its mesh, its operators and their sizes, and where it says that tensors are."""
+    lines = [repr((recording.mesh.mesh_dim_names, tuple(recording.mesh.shape)))]
+    for op in recording.tape.ops:
+        values = [v and (v.shape, v.dtype, recording.fixed.get(v)) for v in (*op.operands, *op.outputs)]
+        lines.append(repr((str(op.func), op.path, op.backward, values)))
+    return sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def text(recording: Recording, sides: Sequence[Sides], seconds: float, bound: float) -> str:
@@ -72,7 +76,7 @@ def read(folder: Path, recording: Recording) -> tuple[list[Sides], float, float]
         The sides of each of its operators, the seconds of a step, and the bound on them.
 
     Raises:
-        PlacementError: a file cannot be read, or what it says of an operator is no layout.
+        Refused: a file cannot be read, or what it says of an operator is no layout.
     """
     wanted = program(recording)
     for path in _files(folder):
@@ -82,14 +86,17 @@ def read(folder: Path, recording: Recording) -> tuple[list[Sides], float, float]
                 continue
             rows = said["operators"]
             if [row["operator"] for row in rows] != [str(op.func) for op in operators(recording)]:
-                raise PlacementError(f"{path} has other operators than the program; change nothing but takes and makes")
+                raise Refused(f"{path} has other operators than the program; change nothing but takes and makes")
             sides = [
-                tuple([tuple([_state(path, k, row, word) for word in row[side]]) for side in ("takes", "makes")])
+                (
+                    tuple([_state(path, k, row, w) for w in row["takes"]]),
+                    tuple([_state(path, k, row, w) for w in row["makes"]]),
+                )
                 for k, row in enumerate(rows)
             ]
             return sides, float(said["seconds"]), float(said["bound"])
         except (ValueError, KeyError, TypeError) as error:
-            raise PlacementError(f"{path} does not hold decisions as a dump writes them: {error!r}") from None
+            raise Refused(f"{path} does not hold decisions as a dump writes them: {error!r}") from None
     return None
 
 
@@ -102,7 +109,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.rglob(NAME))
 
 
-def refused(folder: str, k: int, op: Op, sides: Sides, allowed: Sequence[Sides]) -> PlacementError:
+def refused(folder: str, k: int, op: Op, sides: Sides, allowed: Sequence[Sides]) -> Refused:
     """The error for layouts that no rule of an operator allows."""
 
     def words(sides: Sides) -> str:
@@ -110,7 +117,7 @@ def refused(folder: str, k: int, op: Op, sides: Sides, allowed: Sequence[Sides])
         return f"{', '.join(takes)} -> {', '.join(makes)}"
 
     listed = "; ".join(sorted({words(s) for s in allowed})[:8])
-    return PlacementError(
+    return Refused(
         f"the decisions in {folder} have operator {k}, {op.func} in {op.path or 'the model'}, run {words(sides)}, "
         f"which its rule does not allow; it allows {listed}"
     )
@@ -131,7 +138,7 @@ def _state(path: Path, k: int, row: Any, word: str | None) -> State | None:
     for part in word.split():
         m = _WORD.fullmatch(part)
         if m is None or (m[2] and m[2] not in REDUCE_OPS):
-            raise PlacementError(
+            raise Refused(
                 f"{path} has {word!r} for operator {k}, {row['operator']}; write for each axis of the mesh R, S(dim), "
                 "P or P(op)"
             )

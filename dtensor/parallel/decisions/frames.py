@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ...dispatch.whole_graph import Following, Told, decisions_given, followed, is_deciding, now
-from ...errors import PlacementError, ShardingError
+from ...errors import ShardingError
 from ...layout.layout import Layout
 from ...program.source_lines import users_level
 from ...program.stages import Stage
@@ -19,6 +19,7 @@ from ...tensor.tensor import DTensor
 from ...torch_private.core import UnknownValue, tree_leaves, tree_map
 from ...torch_private.graph_cache import Traced
 from .deciding import Decisions, decide
+from .files import Refused
 from .recording import record
 
 log = logging.getLogger("dtensor")
@@ -96,17 +97,18 @@ def decided(
     model: nn.Module | None = None,
 ) -> Decisions | str:
     """Record a program, as `record`, and decide its layouts; or why that cannot be done, "" where there is nothing to
-    decide.
+    decide. A reason that nobody foresaw is also a warning.
 
-    A reason that nobody foresaw is also a warning.
+    Raises:
+        Refused: decisions were given that cannot be.
     """
     with Stage("deciding layouts", inside=True):
         try:
             recording = record(run_forward, inputs, parameters, inside, model)
-            return (
-                "" if not recording.tape.ops else decide(recording, decisions_given()) or "the solver found no layouts"
-            )
-        except PlacementError:  # of a file that was given
+            if not recording.tape.ops:
+                return ""
+            return decide(recording, decisions_given()) or "the solver found no layouts"
+        except Refused:
             raise
         except (ShardingError, *UnknownValue) as error:  # what is wrong will be said when it is traced
             log.info("layouts are chosen operator by operator: %s", error)

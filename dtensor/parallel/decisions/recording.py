@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ...dispatch.dispatch import run, wrap
 from ...dispatch.global_view import global_view
@@ -81,17 +81,17 @@ class _Recorder:
     @contextmanager
     def in_modules(self, model: nn.Module) -> Iterator[None]:
         """Know in which module operators run, where Dynamo does not say it."""
-        names = {module: name for name, module in model.named_modules()}
 
-        def enter(module: nn.Module, args: Any) -> None:
-            self.open.append(names.get(module, self.open[-1] if self.open else ""))
+        def enter(name: str, *_: Any) -> None:
+            self.open.append(name)
 
-        def leave(module: nn.Module, args: Any, out: Any) -> None:
+        def leave(*_: Any) -> None:
             self.open.pop()
 
         with ExitStack() as stack:
-            stack.callback(register_module_forward_pre_hook(enter).remove)
-            stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+            for name, module in model.named_modules():
+                stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield
 
     def empty(self, spec: Spec) -> Any:
