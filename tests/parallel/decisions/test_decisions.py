@@ -173,7 +173,7 @@ def test_decisions_are_the_same_in_every_process(tmp_path):
         "f.decide = decide\n"
         "with t.fake_ranks(4):\n"
         "    mesh = t.init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))\n"
-        "    t.step(t.distribute_model(t.decoder(), mesh, t.PLAN, outputs={}), t.batch())\n"
+        "    t.step(t.distribute_model(t.decoder(1), mesh, t.PLAN, outputs={}), t.batch())\n"
     )
     told = set()
     for seed in "12":
