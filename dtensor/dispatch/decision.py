@@ -266,7 +266,7 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
         require_parts(call, rule, choice)
     local = _local(call, rule, choice, mesh) if needed else _LOCAL.get(call.func._schema.name)
     if call.func._schema.name in IN_MEMORY:
-        local = put_in_memory(local, operands)
+        local = put_in_memory(local, operands, views=call.func.is_view)
     if operands[0].coordinate is None:
         local, replace = _outside(specs, call.many), ()
     elif local is not None and any(map(is_empty_somewhere, operands, choice.inputs)):

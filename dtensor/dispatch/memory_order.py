@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..mesh.tensor_spec import Spec, contiguous_stride
-from ..torch_private.core import tree_map
+from ..torch_private.core import FakeTensor, FunctionalTensor, tree_map
 from ..torch_private.symbolic_sizes import hint, known_equal
 
 IN_MEMORY = frozenset(
@@ -36,15 +36,20 @@ IN_MEMORY = frozenset(
 )
 
 
-def put_in_memory(run: Callable[..., Any] | None, operands: Sequence[Spec]) -> Callable[..., Any]:
-    """Wrap `run` (None: the operator itself) so that its local operands have the memory order of the global ones."""
+def put_in_memory(
+    run: Callable[..., Any] | None, operands: Sequence[Spec], *, views: bool = False
+) -> Callable[..., Any]:
+    """Wrap `run` (None: the operator itself) so that its local operands have the memory order of the global ones.
+
+    `views`: what it returns shares the memory of its operand, which is not copied if its strides are right.
+    """
     orders = [_order(o) for o in operands]
 
     def running(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         left = iter(orders)
 
         def put(x: Any) -> Any:
-            return ordered(x, next(left)) if isinstance(x, torch.Tensor) else x
+            return ordered(x, next(left), views) if isinstance(x, torch.Tensor) else x
 
         args, kwargs = tree_map(put, (args, kwargs))
         return func(*args, **kwargs) if run is None else run(func, args, kwargs)
@@ -68,12 +73,19 @@ def _strides(shape: Sequence[Any], dims: tuple[int, ...]) -> list[Any]:
     return [found[dim] for dim in range(len(dims))]
 
 
-def ordered(x: torch.Tensor, dims: tuple[int, ...] | None) -> torch.Tensor:
+def ordered(x: torch.Tensor, dims: tuple[int, ...] | None, views: bool) -> torch.Tensor:
     """`x` laid out in the memory order `dims`, without gaps; unchanged for None."""
-    if dims is None or all(map(known_equal, stride := _strides(x.shape, dims), x.stride())):
+    if dims is None:
+        return x
+    # Of dims of length 1 a trace knows other strides than kernels find: torch's views give others to tensors without
+    # values. So there nothing may follow from them, and no strides be set.
+    traced = (
+        not views and isinstance(x, (FakeTensor, FunctionalTensor)) and 1 in [n for n in x.shape if isinstance(n, int)]
+    )
+    if not traced and all(map(known_equal, stride := _strides(x.shape, dims), x.stride())):
         return x
     laid, back = x.permute(dims), [dims.index(dim) for dim in range(x.dim())]
-    if not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
+    if traced or not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
         return laid.clone(memory_format=torch.contiguous_format).permute(back)  # adds no guards on the sizes
     if laid.is_contiguous():  # only strides of dims of length 1 differ, which kernels read too
         return x.as_strided(x.shape, stride)
