@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.from_plain import is_tracing, refuse_tangent
+from ..comm.from_plain import is_tracing
 from ..dispatch import strictness
 from ..dispatch.decision import functional_of, has_out
 from ..dispatch.dispatch import dispatch
@@ -37,7 +37,7 @@ from ..mesh.tensor_spec import contiguous_stride
 from ..rules.families.random import keep_shard
 from ..torch_private.core import OpOverload, intercept, meets_only_autograd, never_traced, tree_map, without_own_key
 from ..torch_private.symbolic_sizes import same_size
-from .tensor import DTensor
+from .tensor import DTensor, homing
 
 aten: Any = torch.ops.aten
 
@@ -208,8 +208,7 @@ def _homing(x: Any) -> Any:
     """`x`, with a gradient that arrives in the layout of `x` and is not partial."""
     if not isinstance(x, DTensor) or not x.requires_grad or not torch.is_grad_enabled():
         return x
-    refuse_tangent(x, "this norm's weight or bias")
-    return torch.ops.dtensor.redistribute(x, "", False)
+    return homing(x, "this norm's weight or bias")
 
 
 def _norm(operator: OpOverload, weight: int) -> Any:

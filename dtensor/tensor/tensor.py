@@ -588,16 +588,16 @@ def layout_in(x: DTensor, text: str) -> Layout:
     return Layout.parse(text, x.dim()) if text else x._spec.layout
 
 
-def homing(x: DTensor, backward_dtype: torch.dtype | None = None) -> DTensor:
+def homing(x: DTensor, what: str, backward_dtype: torch.dtype | None = None) -> DTensor:
     """`x`, with a gradient that arrives in the layout of `x` and is not partial. In compiled code nothing guards that
     layout beside what guards the tensor.
 
     Args:
+        what: what `x` is, for an error.
         backward_dtype: the dtype in which the gradient is sent; None for that of `x`.
     """
-    refuse_export()
     if not torch.compiler.is_dynamo_compiling():
-        refuse_tangent(x, "a parameter")
+        refuse_tangent(x, what)
     return torch.ops.dtensor.redistribute(x, "", False, grad_dtype=backward_dtype)
 
 

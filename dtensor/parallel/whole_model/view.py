@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...comm.from_plain import refuse_export
 from ...dispatch.dispatch import wrap
 from ...dispatch.global_view import global_view
 from ...dispatch.whole_graph import now
@@ -209,7 +210,8 @@ def _read(module: Any, name: str) -> torch.Tensor | None:
     if sent is not None and sent.itemsize >= p.dtype.itemsize:
         sent = None
     if used is None:
-        return homing(p, sent)
+        refuse_export()
+        return homing(p, "a parameter", sent)
     return p.redistribute(placements=used, grad_placements=p.placements, backward_dtype=sent)
 
 

@@ -68,10 +68,11 @@ class _Unit:
     def __init__(self) -> None:
         self.kernels: list[tuple[Sequence[str], str]] = []
         self._load: Callable[[], Any] | None = None
+        self._alone = False
 
     def begin(self) -> None:
         """Begin to build it."""
-        if self._load is None and len(self.kernels) > 1:
+        if self._load is None and len(self.kernels) > 1 and not self._alone:
             # What `submit` runs at once, without workers, would wait for a lock that is held meanwhile.
             submit = AsyncCompile.submit if async_compile.get_compile_threads() > 1 else None
             self._load = _Units.load_async(_source(self.kernels), submit_fn=submit)
@@ -83,7 +84,7 @@ class _Unit:
             try:
                 return self._load().kernel(index)
             except CppCompileError:
-                self._load = None
+                self._load, self._alone = None, True
         return CppPythonBindingsCodeCache.load_pybinding(*self.kernels[index])
 
 
