@@ -33,6 +33,7 @@ NAMES = {
     "all_gather_start": "all_gather",
     "all_to_all_start": "all_to_all",
     "all_reduce_start": "all_reduce",
+    "collective_permute_start": "collective_permute",
     "shard_dim_alltoall": "all_to_all",
     "broadcast": "broadcast",
     "collective_permute": "collective_permute",

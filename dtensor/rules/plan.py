@@ -197,7 +197,17 @@ class _Planner:
             "all_reduces": dict.fromkeys(self._factors(factors_of(factors)), count),
             "refuses_empty": frozenset(self._factors(factors_of(rule.refuses_empty))),
             "shape_arg": rule.shape_arg,
+            "together": tuple(rule.together),
+            "inside": self._inside(rule),
+            "busiest": rule.busiest,
         }
+
+    def _inside(self, rule: LibraryRule) -> dict[tuple[str, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
+        found: dict[tuple[str, ...], tuple[tuple[str, tuple[int, ...]], ...]] = {}
+        for factors, op, arguments in rule.inside:
+            key = tuple(self._factors(factors_of(factors)))
+            found[key] = (*found.get(key, ()), (op, tuple(sorted(self._operands(arguments)))))
+        return found
 
     def _factors(self, given: Iterable[str]) -> list[str]:
         """Factors of the call: for `...` one for each of its dims."""

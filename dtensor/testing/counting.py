@@ -30,6 +30,7 @@ OPERATORS = {
     "dtensor::all_gather_start": "all_gather",
     "dtensor::all_to_all_start": "all_to_all",
     "dtensor::all_reduce_start": "all_reduce",
+    "dtensor::collective_permute_start": "collective_permute",
 }
 """Operator -> the collective it runs. Every operator takes the tensor first and the name of the group last."""
 
