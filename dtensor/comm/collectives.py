@@ -5,11 +5,11 @@
     all_reduce(x, reduce_op, group)                        P -> R
     all_to_all(x, gather_dim, scatter_dim, size, group)    S(gather_dim) -> S(scatter_dim)
     shard(x, dim, group)                                   R -> S(dim)      no communication
-    collective_permute(x, senders, group)                  same blocks, held by other ranks
+    collective_permute(x, senders, group)                  blocks held by other ranks
 
 `x` is a local tensor, `group` the name of a process group. Dimensions are split as by `torch.chunk`, so lengths that
 are not divisible, and empty shards, are valid. `senders[r]` is the rank of the group whose tensor rank r holds
-afterwards; all ranks hold tensors of the same shape. The rank is looked up when an operator runs, never when it is
+afterwards, its own perhaps, which sends nothing; all ranks hold tensors of the same shape. The rank is looked up when an operator runs, never when it is
 traced, so every rank traces the same graph if sizes are divisible. The kernels are built on the operators that start a
 collective (`dtensor.comm.start_collectives`); the `lower` pass traces these kernels to get start/wait pairs.
 

@@ -8,7 +8,8 @@
 
 One is for all backends, as torch has none of its kind. It looks up its rank when it runs:
 
-    collective_permute_start(x, senders, group)              rank r receives the `x` of rank `senders[r]`
+    collective_permute_start(x, senders, group)              rank r receives the `x` of rank `senders[r]`, several
+                                                             ranks perhaps that of one
 
 Gloo's all_gather, as the functional collective of torch 2.13 calls it, corrupts the heap while several are in flight.
 Its all_to_all signals a peer that it is ready to receive on the connection on which it also sends. The signal queues
@@ -209,10 +210,11 @@ def _all_reduce_start(x: torch.Tensor, reduce_op: str, group: str) -> torch.Tens
 
 def _collective_permute_start(x: torch.Tensor, senders: list[int], group: str) -> torch.Tensor:
     with below_autograd():
-        rank, sent = resolve_process_group(group).rank(), x.contiguous().view(1, -1)
+        rank = resolve_process_group(group).rank()
         taken = [int(r == senders[rank]) for r in range(len(senders))]
         given = [int(sender == rank) for sender in senders]
-        return starts(group, x.device).all_to_all(sent, taken, given, group).view(x.shape)
+        sent = x.contiguous().view(1, -1).expand(sum(given), -1)
+        return starts(group, x.device).all_to_all(sent.contiguous(), taken, given, group).view(x.shape)
 
 
 def meet(group: torch.distributed.ProcessGroup) -> None:

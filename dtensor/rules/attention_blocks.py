@@ -1,7 +1,9 @@
-"""Attention block by block: this rank's queries and a block of keys and values that it, or another rank, holds.
+"""Attention block by block: queries and a block of keys and values, each this rank's or what another rank has passed.
 
     attend(query, key, value, mask, out, lse, …)                  -> out, lse     with one more block
     attend_backward(grad, query, key, value, mask, out, lse, …)   -> the gradients of queries, keys and values by a block
+    join(out, lse, found, by, first, group, low)                  -> out, lse     with what another rank found
+    add_rows(x, rows, first, group, low, high)                    -> x            with rows that another rank found
 
 The softmax over blocks is put together from the logsumexp of each: with l = logaddexp(l₁, l₂), the result is
 exp(l₁ - l) out₁ + exp(l₂ - l) out₂ (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023). The
@@ -9,14 +11,17 @@ kernels' backward takes the result and the logsumexp of all blocks and then give
 
 Which queries and keys these are by their positions follows from the ranks of the groups that split them. The operators
 look that up when they run, so every rank traces the same graph, for any length; what a causal mask leaves nothing of is
-not computed. Arguments that both take:
+not computed. Arguments of the first two:
 
     mask        added to the scores, for these queries and all keys; or None
     is_causal   a query sees the keys up to its own position
     kernel      the aten operator that computes a block
     queries, query_groups    length of all queries, and the groups that split it, one after the other
-    keys, key_groups         likewise of the keys
-    behind      for each of key_groups, of how many ranks before this one the block is
+    query_behind             for each of these groups, of how many ranks before this one the queries are
+    first                    where in that rank's queries those given begin
+    keys, key_groups, key_behind    as for queries
+
+The last two copy `out`, `lse` and `x` as they are on ranks that are not from `low` up to `high` in the group.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,8 +36,8 @@ from ..mesh.operator_library import library
 from ..torch_private.core import below_autograd
 
 _SAID = (
-    "bool is_causal, float? scale, str kernel, SymInt queries, str[] query_groups, SymInt keys, str[] key_groups, "
-    "int[] behind"
+    "bool is_causal, float? scale, str kernel, SymInt queries, str[] query_groups, int[] query_behind, SymInt first, "
+    "SymInt keys, str[] key_groups, int[] key_behind"
 )
 library.define(
     f"attend(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? out, Tensor? lse, {_SAID}) "
@@ -44,6 +49,11 @@ library.define(
     f"{_SAID}) -> (Tensor, Tensor, Tensor)",
     tags=ANY_ORDER,
 )
+library.define(
+    "join(Tensor out, Tensor lse, Tensor found, Tensor by, SymInt first, str group, int low) -> (Tensor, Tensor)",
+    tags=ANY_ORDER,
+)
+library.define("add_rows(Tensor x, Tensor rows, SymInt first, str group, int low, int high) -> Tensor", tags=ANY_ORDER)
 
 aten: Any = torch.ops.aten
 
@@ -94,12 +104,13 @@ class _Block:
     """A block of queries by keys, and the kernels that compute its parts."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *said: Any) -> None:
-        is_causal, self.scale, self.kernel, queries, query_groups, keys, key_groups, behind = said
+        is_causal, self.scale, self.kernel, queries, query_groups, query_behind, first, *of_keys = said
         self.mask, self.whole = mask, query.shape[2]
-        rows = _place(queries, query_groups, [0] * len(query_groups))
-        self.columns = _place(keys, key_groups, behind)
+        start, length = _place(queries, query_groups, query_behind)
+        self.rows = start + first, min(max(length - first, 0), query.shape[2])
+        self.columns = _place(*of_keys)
         empty = query.shape[0] * query.shape[1] * key.shape[1] == 0  # kernels divide by the number of heads
-        self.parts = [] if empty else list(_parts(is_causal, rows, self.columns))
+        self.parts = [] if empty else list(_parts(is_causal, self.rows, self.columns))
 
     def of_mask(self, rows: Span, columns: Span) -> torch.Tensor | None:
         """The mask of a part."""
@@ -173,6 +184,25 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, found: torch.Tensor, by: torch.
     lse.copy_(total)
 
 
+def _join(out: Any, lse: Any, found: Any, by: Any, first: int, group: str, low: int) -> Any:
+    with below_autograd():
+        out, total = out.clone(), lse.clone()
+        length = min(out.shape[2] - first, found.shape[2])
+        if group_rank(group) >= low and length > 0:
+            rows = [t.narrow(2, first, length) for t in (out, total)]
+            _merge(*rows, *(t.narrow(2, 0, length) for t in (found, by)))
+        return out, total
+
+
+def _add_rows(x: Any, rows: Any, first: int, group: str, low: int, high: int) -> Any:
+    with below_autograd():
+        x = x.clone()
+        length = min(x.shape[-2] - first, rows.shape[-2])
+        if low <= group_rank(group) < high and length > 0:
+            x.narrow(-2, first, length).add_(rows.narrow(-2, 0, length))
+        return x
+
+
 def _attend_backward(grad: Any, query: Any, key: Any, value: Any, mask: Any, out: Any, lse: Any, *said: Any) -> Any:
     with below_autograd():
         block = _Block(query, key, mask, *said)
@@ -198,6 +228,8 @@ def _fake_backward(grad: Any, query: Any, key: Any, value: Any, mask: Any, out: 
 for _name, _kernel, _fake in (
     ("attend", _attend, _fake_attend),
     ("attend_backward", _attend_backward, _fake_backward),
+    ("join", _join, lambda out, lse, *rest: (torch.empty_like(out), torch.empty_like(lse))),
+    ("add_rows", _add_rows, lambda x, *rest: torch.empty_like(x)),
 ):
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dtensor::{_name}", _fake, lib=library)
@@ -205,4 +237,7 @@ for _name, _kernel, _fake in (
 attend: Any = torch.ops.dtensor.attend.default
 attend_backward: Any = torch.ops.dtensor.attend_backward.default
 
-__all__ = ["ADDED", "CPU", "GPU", "attend", "attend_backward"]
+join: Any = torch.ops.dtensor.join.default
+add_rows: Any = torch.ops.dtensor.add_rows.default
+
+__all__ = ["ADDED", "CPU", "GPU", "add_rows", "attend", "attend_backward", "join"]

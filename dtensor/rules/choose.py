@@ -1,7 +1,7 @@
 """Chooses the layouts in which an operator runs, from its rule and the operands' layouts.
 
 On each mesh axis the cheapest candidate wins, the one whose operands cost least to redistribute. Ties go to
-replication, then to candidates that fit any size, then to the rule's order. The choice is the same on every rank.
+replication, then to candidates that fit any size, then to those that cut evenly, then to the rule's order. The choice is the same on every rank.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ..mesh.mesh import facts
 from ..mesh.tensor_spec import Spec
 from ..prices.links import Network, seconds
 from ..torch_private.symbolic_sizes import hint
-from .rule import Candidate, Factor, Rule, State, candidates, shares_dim
+from .rule import TIMES, Candidate, Factor, Inside, Rule, State, candidates, shares_dim
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _cheapest(
     `_fits` is checked last and only for a candidate that would win, because on a symbolic size it adds a guard.
     """
     best, least, n = None, inf, network.sizes[axis]
-    for c in sorted(table, key=lambda c: any([shares_dim(rule, f) for f in c.factors])):
+    for c in sorted(table, key=lambda c: (any([shares_dim(rule, f) for f in c.factors]), _is_uneven(rule, c, n, shared))):
         if in_place and not _keeps(rule, c):
             continue
         price = _price(rule, c, operands, axis, network, least, in_place)
@@ -111,6 +111,12 @@ def _cheapest(
     assert best is not None, "replication is always possible"
     _count(best, n, shared)
     return best
+
+
+def _is_uneven(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
+    """Whether ranks would have unequal parts; of a symbolic size that is not asked."""
+    sizes = [(rule.sizes[f], n * shared.get(f, 1)) for f in c.factors]
+    return any([isinstance(size, int) and size % parts != 0 for size, parts in sizes])
 
 
 def _count(c: Candidate, n: int, shared: dict[Factor, int]) -> None:
@@ -200,21 +206,14 @@ def _price(
             total += _move(spec, want, have, axis, network)
         if total > limit:
             break
-    return total + sum([_inside(c, op, sent, operands, axis, network) for op, sent in rule.inside.get(c.factors, ())])
+    return total + sum([_inside(c, found, operands, axis, network) for found in rule.inside.get(c.factors, ())])
 
 
-def _inside(
-    c: Candidate, op: str, sent: tuple[int, ...], operands: list[Spec], axis: int, network: Network
-) -> float:
+def _inside(c: Candidate, found: Inside, operands: list[Spec], axis: int, network: Network) -> float:
     """Seconds of a collective that runs inside of the operator."""
-    n = network.sizes[axis]
+    (op, sent, often), n = found, network.sizes[axis]
     parts = [_bytes(operands[k], axis, network) / (n if isinstance(c.inputs[k], int) else 1) for k in sent]
-    return times(op, n) * seconds(op, sum(parts), n, network.links[axis])
-
-
-def times(op: str, n: int) -> int:
-    """How often a collective of `Rule.inside` runs on `n` ranks."""
-    return n - 1 if op == "collective_permute" else 1
+    return TIMES[often](n) * seconds(op, sum(parts), n, network.links[axis])
 
 
 def _stays(rule: Rule, operand: int, sharded: bool) -> bool:
@@ -287,4 +286,4 @@ def _order(rule: Rule, factor: Factor, picked: list[Candidate], operands: list[S
     return tuple(first + [a for a in wanted if a not in first])
 
 
-__all__ = ["MOVES", "Choice", "Weighed", "choose", "choose_as", "times", "weigh"]
+__all__ = ["MOVES", "Choice", "Weighed", "choose", "choose_as", "weigh"]

@@ -30,11 +30,10 @@ def all_reduce(
     return x
 
 
-def passed(x: torch.Tensor, call: LocalCall, axis: int, by: int) -> Callable[[], torch.Tensor]:
-    """Send `x` to the rank that is `by` further along a mesh axis, for one of the same shape; the returned function
-    waits for that. Eager code computes meanwhile; a compiled graph is scheduled by the passes."""
-    n, group = mesh_shape(call.mesh)[axis], group_name(call.mesh, axis)
-    senders = [(rank - by) % n for rank in range(n)]
+def passed(x: torch.Tensor, call: LocalCall, axis: int, senders: list[int]) -> Callable[[], torch.Tensor]:
+    """Let each rank along a mesh axis have the `x` of its sender; the returned function waits for that. Eager code
+    computes meanwhile; a compiled graph is scheduled by the passes."""
+    group = group_name(call.mesh, axis)
     if type(x) is torch.Tensor:
         return start("collective_permute", x, senders, group)
     received = emit.collective_permute(x, senders, group)

@@ -220,7 +220,7 @@ class LibraryRule(Rule):
             factor) is about that factor only.
         home: output -> the argument to whose layout it is redistributed.
         all_reduces: factors, and how many all-reduces `local` takes over each mesh axis that shards one of them.
-        inside: collectives of `local`, each as factors, its name, and arguments, as in `rule.Rule`.
+        inside: collectives of `local`, each as factors, its name, arguments, and how often it runs, as in `rule.Rule`.
         unread, written, local, across, refuses_empty, shape_arg, together, busiest: as in `rule.Rule`.
     """
 
@@ -237,8 +237,8 @@ class LibraryRule(Rule):
     refuses_empty: str | Iterable[str] = field(default="", kw_only=True)
     shape_arg: str | None = field(default=None, kw_only=True)
     together: Sequence[tuple[str, str]] = field(default=(), kw_only=True)
-    inside: Sequence[tuple[str, str, Sequence[Argument]]] = field(default=(), kw_only=True)
-    busiest: Callable[[Mapping[str, int]], float] | None = field(default=None, kw_only=True)
+    inside: Sequence[tuple[str, str, Sequence[Argument], str]] = field(default=(), kw_only=True)
+    busiest: Callable[[Mapping[tuple[str, ...], int]], float] | None = field(default=None, kw_only=True)
 
     def _named_factors(self) -> dict[str, Iterable[str]]:
         return {
@@ -257,7 +257,7 @@ class LibraryRule(Rule):
 
     def arguments(self) -> list[Argument]:
         kept = [a for group, _ in self.keeps for a in several(group)]
-        inside = [argument for *_, arguments in self.inside for argument in arguments]
+        inside = [argument for *_, arguments, _ in self.inside for argument in arguments]
         named = [*several(self.unread), *several(self.written), *self.home.values(), *inside]
         return [*super().arguments(), *kept, *named]
 

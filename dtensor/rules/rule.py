@@ -29,6 +29,12 @@ Dims = tuple[Dim, ...]
 State = tuple[int | str | None, ...]
 """Where a tensor is, by mesh axis: None (replicated), a dim (sharded) or a reduce op (partial)."""
 
+Inside = tuple[str, tuple[int, ...], str]
+"""A collective inside of an operator: its name, operands, and one of `TIMES`."""
+
+TIMES: dict[str, Callable[[int], int]] = {"once": lambda n: 1, "ring": lambda n: n - 1, "half ring": lambda n: n // 2}
+"""How often a collective inside of an operator runs on n ranks."""
+
 LINEAR_OPS = ("sum", "avg")
 
 
@@ -59,10 +65,10 @@ class Rule:
             predictions only; those of Partial outputs do not count.
         together: pairs of factors that one mesh axis may shard at once, because `local` then passes shards around.
         inside: the factors of a candidate -> collectives that `local` then runs, if they are of the size of operands,
-            each with the operands of which it sends as much as their shards. A collective_permute is run until each
-            rank has had them. For choices and predictions.
-        busiest: takes factor -> number of its shards, and returns how much work the busiest rank has, as a multiple of
-            an even part; None where all ranks have as much. For predictions.
+            each with the operands of which it sends as much as their shards, and how often it runs (`TIMES`). For
+            choices and predictions.
+        busiest: takes factors of candidates -> number of shards, and returns how much work the busiest rank has, as a
+            multiple of an even part; None where all ranks have as much. For predictions.
         refuses_empty: factors that may not have an empty shard in a trace with symbolic sizes: those for which `local`
             fails although the operator itself does not, and those for which a kernel would end the process, so that it
             cannot be tried.
@@ -85,10 +91,10 @@ class Rule:
     across: frozenset[Factor] | None = None
     all_reduces: Mapping[Factor, int] = field(default_factory=dict[Factor, int])
     together: tuple[tuple[Factor, Factor], ...] = ()
-    inside: Mapping[tuple[Factor, ...], tuple[tuple[str, tuple[int, ...]], ...]] = field(
-        default_factory=dict[tuple[Factor, ...], tuple[tuple[str, tuple[int, ...]], ...]]
+    inside: Mapping[tuple[Factor, ...], tuple[Inside, ...]] = field(
+        default_factory=dict[tuple[Factor, ...], tuple[Inside, ...]]
     )
-    busiest: Callable[[Mapping[Factor, int]], float] | None = None
+    busiest: Callable[[Mapping[tuple[Factor, ...], int]], float] | None = None
     refuses_empty: frozenset[Factor] = frozenset()
     shape_arg: str | None = None
 
@@ -162,4 +168,4 @@ def shares_dim(rule: Rule, factor: Factor) -> bool:
     return any(factor in d and len(d) > 1 for t in tensors for d in t)
 
 
-__all__ = ["Candidate", "Dim", "Dims", "Factor", "Rule", "State", "candidates", "position", "shares_dim"]
+__all__ = ["TIMES", "Candidate", "Dim", "Dims", "Factor", "Inside", "Rule", "State", "candidates", "position", "shares_dim"]

@@ -208,8 +208,8 @@ def _shard(xs: Tensors, dim: int) -> Tensors:
 
 
 def _collective_permute(xs: Tensors, senders: Sequence[int]) -> Tensors:
-    if sorted(senders) != list(range(len(xs))):
-        raise ValueError(f"{list(senders)} does not name each of {len(xs)} ranks once")
+    if len(senders) != len(xs) or not set(senders) <= {*range(len(xs))}:
+        raise ValueError(f"{list(senders)} does not name one of {len(xs)} ranks for each")
     return [xs[sender].clone(memory_format=torch.contiguous_format) for sender in senders]
 
 

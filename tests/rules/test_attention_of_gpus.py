@@ -95,9 +95,11 @@ def calls():
     for heads, of_keys in ((6, 6), (8, 4), (6, 1)):
         q, grad, k, v = (f(4, n, 3, 8) for n in (heads, heads, of_keys, of_keys))
         offered = 3 if of_keys > 1 else 2  # nothing, the batch, the heads
+        single = [t.float() for t in (q, k, v)]
         for is_causal in (False, True):
+            out, lse = attended(*single, seen(*single[:2], is_causal))
+            yield c(aten._scaled_dot_product_flash_attention.default, *single, 0.0, is_causal, at_least=offered + 3)
             out, lse = attended(q, k, v, seen(q, k, is_causal))
-            yield c(aten._scaled_dot_product_flash_attention.default, q, k, v, 0.0, is_causal, at_least=offered + 3)
             rest = (*ends, 3, 3, 0.0, is_causal)
             yield c(backward("flash"), grad, q, k, v, out, lse, *rest, *seed, at_least=offered + 5)
         out, lse = attended(q, k, v, None)

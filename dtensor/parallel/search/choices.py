@@ -16,8 +16,7 @@ from ...prices.links import Network
 from ...prices.links import seconds as collective_seconds
 from ...prices.machine import Machine
 from ...rules import Call, rule_of
-from ...rules.choose import times
-from ...rules.rule import Candidate, Rule, candidates
+from ...rules.rule import TIMES, Candidate, Rule, candidates
 from .states import Moves, State, bucket_bytes
 from .steps import Step, is_free
 from .tape import Op, Value
@@ -176,10 +175,12 @@ class Choices:
     ) -> Option | None:
         sizes = self.network.sizes
         ways: dict[str, int] = {}
+        cut: dict[tuple[str, ...], int] = {}
         axes: dict[str, tuple[int, ...]] = {}
         for a, (c, n) in enumerate(zip(picked, sizes)):
             if n == 1 and (c.factors or any(c.inputs)):
                 return None
+            cut[c.factors] = cut.get(c.factors, 1) * n
             for f in c.factors:
                 ways[f] = ways.get(f, 1) * n
                 if len(c.factors) == 1:
@@ -193,7 +194,7 @@ class Choices:
                 return None
             ins.append(None if free[k] or unread[k] else tuple([c.inputs[k] for c in picked]))
         outs = tuple([None if v is None else tuple([c.outputs[k] for c in picked]) for k, v in enumerate(step.outputs)])
-        split = prod([n for c, n in zip(picked, sizes) if c.factors]) / (rule.busiest(ways) if rule.busiest else 1)
+        split = prod([n for c, n in zip(picked, sizes) if c.factors]) / (rule.busiest(cut) if rule.busiest else 1)
         inside = self.across(step, rule, axes) + self.passing(step, rule, picked)
         return Option(tuple(ins), outs, split, inside)
 
@@ -201,12 +202,12 @@ class Choices:
         """Seconds of the collectives inside of an operator that are of the size of operands."""
         sizes, total, before = self.network.sizes, 0.0, 1
         for a, (c, n) in enumerate(zip(picked, sizes)):
-            for op, sent in rule.inside.get(c.factors, ()):
+            for op, sent, often in rule.inside.get(c.factors, ()):
                 size = 0.0
                 for k in sent:
                     cut = [m for d, m in zip(picked, sizes) if isinstance(d.inputs[k], int)]
                     size += step.like.operands[k].bytes / prod(cut)
-                total += before * times(op, n) * collective_seconds(op, size, n, self.network.links[a])
+                total += before * TIMES[often](n) * collective_seconds(op, size, n, self.network.links[a])
             before *= n if len(c.factors) > 1 else 1  # a ring along one axis runs in each step along those before
         return total
 

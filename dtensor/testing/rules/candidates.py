@@ -217,7 +217,7 @@ def run_candidate(
     out = run(decision, case.func, args, kwargs)
     factors = candidate.factors
     said = rule.all_reduces.get(factors[0], 0) if len(factors) == 1 else 0
-    said += [op for op, _ in rule.inside.get(factors, ())].count("all_reduce")
+    said += [op for op, *_ in rule.inside.get(factors, ())].count("all_reduce")
     made = counting.count - before
     assert made == said, f"{made} all-reduces in the operator, and the rule says {said}"
     for o, want in zip(as_list(out), candidate.outputs):
