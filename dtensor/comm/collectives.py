@@ -9,9 +9,10 @@
 
 `x` is a local tensor, `group` the name of a process group. Dimensions are split as by `torch.chunk`, so lengths that
 are not divisible, and empty shards, are valid. `senders[r]` is the rank of the group whose tensor rank r holds
-afterwards, its own perhaps, which sends nothing; all ranks hold tensors of the same shape. The rank is looked up when an operator runs, never when it is
-traced, so every rank traces the same graph if sizes are divisible. The kernels are built on the operators that start a
-collective (`dtensor.comm.start_collectives`); the `lower` pass traces these kernels to get start/wait pairs.
+afterwards, its own perhaps, which sends nothing; all ranks hold tensors of the same shape. The rank is looked up when
+an operator runs, never when it is traced, so every rank traces the same graph if sizes are divisible. The kernels are
+built on the operators that start a collective (`dtensor.comm.start_collectives`); the `lower` pass traces these kernels
+to get start/wait pairs.
 
 A kernel is a generator: it yields the collective that it started and is sent the result, so the work after the wait can
 be deferred (`start`). It starts a collective for all sizes, including tensors without elements; otherwise the

@@ -1,7 +1,7 @@
 """Attention block by block: queries and a block of keys and values, each this rank's or what another rank has passed.
 
     attend(query, key, value, mask, out, lse, …)                  -> out, lse     with one more block
-    attend_backward(grad, query, key, value, mask, out, lse, …)   -> the gradients of queries, keys and values by a block
+    attend_backward(grad, query, key, value, mask, out, lse, …)   -> the gradients of the three by one block
     join(out, lse, found, by, first, group, low)                  -> out, lse     with what another rank found
     add_rows(x, rows, first, group, low, high)                    -> x            with rows that another rank found
 
@@ -121,7 +121,9 @@ class _Block:
             mask = mask.narrow(-2, *rows)
         return mask if mask.shape[-1] == 1 else mask.narrow(-1, self.columns[0] + columns[0], columns[1])
 
-    def forward(self, query: Any, key: Any, value: Any, mask: Any, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, query: Any, key: Any, value: Any, mask: Any, is_causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The result of a part and its logsumexp, which is -inf where a mask leaves nothing."""
         operator = getattr(aten, self.kernel).default
         if self.kernel != CPU:
@@ -139,7 +141,9 @@ class _Block:
             return operator(grad, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=self.scale)
         unused = [torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)]
         lengths = (None, None, query.shape[2], key.shape[2])
-        return operator(grad, query, key, value, out, lse.contiguous(), *lengths, 0.0, causal, *unused, scale=self.scale)
+        return operator(
+            grad, query, key, value, out, lse.contiguous(), *lengths, 0.0, causal, *unused, scale=self.scale
+        )
 
 
 def _like(x: torch.Tensor, width: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Chooses the layouts in which an operator runs, from its rule and the operands' layouts.
 
 On each mesh axis the cheapest candidate wins, the one whose operands cost least to redistribute. Ties go to
-replication, then to candidates that fit any size, then to those that cut evenly, then to the rule's order. The choice is the same on every rank.
+replication, then to candidates that fit any size, then to those that cut evenly, then to the rule's order. The choice
+is the same on every rank.
 """
 
 from collections.abc import Sequence
@@ -102,7 +103,7 @@ def _cheapest(
     `_fits` is checked last and only for a candidate that would win, because on a symbolic size it adds a guard.
     """
     best, least, n = None, inf, network.sizes[axis]
-    for c in sorted(table, key=lambda c: (any([shares_dim(rule, f) for f in c.factors]), _is_uneven(rule, c, n, shared))):
+    for c in sorted(table, key=lambda c: (any(shares_dim(rule, f) for f in c.factors), _is_uneven(rule, c, n, shared))):
         if in_place and not _keeps(rule, c):
             continue
         price = _price(rule, c, operands, axis, network, least, in_place)
@@ -116,7 +117,7 @@ def _cheapest(
 def _is_uneven(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
     """Whether ranks would have unequal parts; of a symbolic size that is not asked."""
     sizes = [(rule.sizes[f], n * shared.get(f, 1)) for f in c.factors]
-    return any([isinstance(size, int) and size % parts != 0 for size, parts in sizes])
+    return any(isinstance(size, int) and size % parts != 0 for size, parts in sizes)
 
 
 def _count(c: Candidate, n: int, shared: dict[Factor, int]) -> None:
@@ -170,7 +171,7 @@ def _refusal(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int], in_pla
 
 def _fits(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
     """Whether the candidate's factors may be split `n` ways more."""
-    return all([_splits(rule, f, n, shared) for f in c.factors])
+    return all(_splits(rule, f, n, shared) for f in c.factors)
 
 
 def _splits(rule: Rule, factor: Factor, n: int, shared: dict[Factor, int]) -> bool:

@@ -168,4 +168,16 @@ def shares_dim(rule: Rule, factor: Factor) -> bool:
     return any(factor in d and len(d) > 1 for t in tensors for d in t)
 
 
-__all__ = ["TIMES", "Candidate", "Dim", "Dims", "Factor", "Inside", "Rule", "State", "candidates", "position", "shares_dim"]
+__all__ = [
+    "TIMES",
+    "Candidate",
+    "Dim",
+    "Dims",
+    "Factor",
+    "Inside",
+    "Rule",
+    "State",
+    "candidates",
+    "position",
+    "shares_dim",
+]

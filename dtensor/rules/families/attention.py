@@ -11,10 +11,12 @@ The ways that there are where the sequence is sharded, each for its own price:
 
 A causal mask leaves the first ranks of a ring little to do. There each rank sends its keys and values to those that are
 up to half the ranks after it; and those at the end send their queries to the first ones, which attend with their own
-keys and send the results back (Li et al., "DistFlashAttn", 2023). So all ranks compute as much, and half as much is
-sent. Where keys have fewer heads than queries, the query heads are a (key head, group) pair of factors. Kernels that pad their
-outputs keep the sequence whole. These rules are for the fused operators; `dtensor.tensor.composite_operators` catches
-the math path before torch decomposes it.
+keys and send the results back (Li et al., "DistFlashAttn", 2023). So all ranks compute as much; and where keys have as
+many heads as queries, half as much is sent.
+
+Where keys have fewer heads, the query heads are a (key head, group) pair of factors. Kernels that pad their outputs
+keep the sequence whole. These rules are for the fused operators; `dtensor.tensor.composite_operators` catches the math
+path before torch decomposes it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -112,7 +114,9 @@ def fused(call: Call) -> Rule:
     if "t" in keys:
         whole += [(i, "t") for i, term in enumerate(outs) if term != "*"]
         options |= {"inside": _inside(call, backward=False)}
-    return library_rule(f"{','.join([f'{items}1', keys, keys, *mask])}->{','.join(outs)}", whole=tuple(whole), **options)
+    return library_rule(
+        f"{','.join([f'{items}1', keys, keys, *mask])}->{','.join(outs)}", whole=tuple(whole), **options
+    )
 
 
 @rule_for(*(f"{name}_backward" for name in FUSED))
@@ -274,7 +278,8 @@ def _around(ring: _Ring, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
             pair = coming()
             key, value = pair.unbind()
             ring.step(axis)
-    assert out is not None and lse is not None
+    assert out is not None
+    assert lse is not None
     return out, lse
 
 
@@ -306,7 +311,9 @@ def _helping(ring: _Ring, query: Any, key: Any, value: Any) -> tuple[torch.Tenso
     return out, lse
 
 
-def _reduced(out: torch.Tensor, lse: torch.Tensor, call: LocalCall, axes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _reduced(
+    out: torch.Tensor, lse: torch.Tensor, call: LocalCall, axes: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The result of all keys, of which each rank along the axes has attended to some."""
     total = lse
     for axis in axes:
