@@ -102,7 +102,7 @@ def test_golden_permutation(bench):
     """Which rank a permutation sends to differs from rank to rank, so its start looks that up when it runs."""
     gm = bench.trace(lambda x: ops.collective_permute(x * 2, [0, 2, 1, 3], bench.world) + 1, (4, 4))
     assert bench.apply(Lower(), gm) == 1
-    assert collectives(gm) == [CollectiveInfo("collective_permute", bench.world, 4, 64)]
+    assert collectives(gm) == [CollectiveInfo("collective_permute", bench.world, 4, 32)]
     assert_expected_inline(
         bench.text(gm),
         """\
