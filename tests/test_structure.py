@@ -48,7 +48,7 @@ ROOMS = {
     "dtensor.rules": [
         ["rule"],
         ["call"],
-        ["choose", "local_calls", "notation", "sampling"],
+        ["attention_blocks", "choose", "local_calls", "notation", "sampling"],
         ["plan"],
         ["bind"],
         ["families"],

@@ -10,7 +10,7 @@ from torch import fx
 
 import dtensor.passes
 from dtensor.comm.replication_check import drawn, noted
-from dtensor.comm.start_collectives import OVER_GLOO
+from dtensor.comm.start_collectives import OVER_GLOO, permute
 from dtensor.dispatch import registration, strictness
 from dtensor.mesh.local_sizes import local_lengths
 from dtensor.mesh.mesh import is_for_any_rank
@@ -55,7 +55,8 @@ class Passes(JointPasses):
     """All passes with given options, on a forward, backward or inference graph."""
 
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
-        lower_as_collective(OVER_GLOO.all_to_all)
+        for start in (OVER_GLOO.all_to_all, permute):
+            lower_as_collective(start)
         sizes_defined_by(torch.ops.dtensor.local_length.default, local_lengths)
         estimate_memory_as_generated()
         optimise(graph, self.options, inference=is_inference, within=is_within())

@@ -33,6 +33,7 @@ NAMES = {
     "all_gather_start": "all_gather",
     "all_to_all_start": "all_to_all",
     "all_reduce_start": "all_reduce",
+    "collective_permute_start": "collective_permute",
     "shard_dim_alltoall": "all_to_all",
     "broadcast": "broadcast",
     "collective_permute": "collective_permute",
@@ -115,6 +116,7 @@ def sent(node: fx.Node) -> Sent | None:
     buffer = sum(map(bytes_of, given))
     size = buffer * len(ranks) if carried == "all_gather" else buffer
     wire = size if op == "broadcast" else links.wire_bytes(op, size, len(ranks) or 1)
+    wire *= links.moved(args[1]) if carried == "collective_permute" else 1
     reduce_op = str(args[1]) if carried in ("all_reduce", "reduce_scatter") else record.reduce_op if record else None
     shapes = tuple([tuple([hint(n) for n in x.shape]) for x in given])
     dtype = str(given[0].dtype).removeprefix("torch.") if given else ""

@@ -5,13 +5,14 @@
     all_reduce(x, reduce_op, group)                        P -> R
     all_to_all(x, gather_dim, scatter_dim, size, group)    S(gather_dim) -> S(scatter_dim)
     shard(x, dim, group)                                   R -> S(dim)      no communication
-    collective_permute(x, senders, group)                  same blocks, held by other ranks
+    collective_permute(x, senders, group)                  blocks held by other ranks
 
 `x` is a local tensor, `group` the name of a process group. Dimensions are split as by `torch.chunk`, so lengths that
 are not divisible, and empty shards, are valid. `senders[r]` is the rank of the group whose tensor rank r holds
-afterwards; all ranks hold tensors of the same shape. The rank is looked up when an operator runs, never when it is
-traced, so every rank traces the same graph if sizes are divisible. The kernels are built on the operators that start a
-collective (`dtensor.comm.start_collectives`); the `lower` pass traces these kernels to get start/wait pairs.
+afterwards, its own perhaps, which sends nothing; all ranks hold tensors of the same shape. The rank is looked up when
+an operator runs, never when it is traced, so every rank traces the same graph if sizes are divisible. The kernels are
+built on the operators that start a collective (`dtensor.comm.start_collectives`); the `lower` pass traces these kernels
+to get start/wait pairs.
 
 A kernel is a generator: it yields the collective that it started and is sent the result, so the work after the wait can
 be deferred (`start`). It starts a collective for all sizes, including tensors without elements; otherwise the
@@ -30,7 +31,7 @@ from torch.profiler import record_function
 from ..job.collective_order import Wait, eager, mark_of
 from ..job.groups import begin, calls_of, group_rank, group_size
 from ..job.job import explain
-from ..layout.chunks import chunk_length, note_place
+from ..layout.chunks import chunk_length
 from ..mesh.local_sizes import divides, local_length
 from ..mesh.operator_library import library
 from ..torch_private.core import (
@@ -43,7 +44,7 @@ from ..torch_private.core import (
 )
 from ..torch_private.symbolic_sizes import known_equal
 from .profiled import WAIT, named
-from .start_collectives import ANY_ORDER, OVER_GLOO, meet, starts
+from .start_collectives import ANY_ORDER, OVER_GLOO, meet, permute, starts
 from .wire_dtypes import Kernel, carried
 
 library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
@@ -198,13 +199,7 @@ def _all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size: Any, g
 
 
 def _collective_permute(x: torch.Tensor, senders: list[int], group: str) -> Kernel:
-    note_place()
-    n, rank = group_size(group), group_rank(group)
-    x = x.contiguous()
-    row = x.view(1, -1)
-    sent = [int(senders[r] == rank) for r in range(n)]
-    y = yield starts(group, x.device).all_to_all(row, [int(r == senders[rank]) for r in range(n)], sent, group)
-    return y.view(x.shape)
+    return (yield permute(x.contiguous(), senders, group))
 
 
 Begun = tuple[Kernel, torch.Tensor, Wait | None]
@@ -365,8 +360,8 @@ for _name, (_kernel, _fake) in KERNELS.items():
 COMMUNICATING = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
 """The operators that send bytes."""
 
-LOWERED = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-"""The operators whose kernel is the same on every rank, so that graphs can hold it. The others look up their rank."""
+LOWERED = COMMUNICATING
+"""The operators whose kernel is the same on every rank, so that graphs can hold it. The other looks up its rank."""
 
 KEPT = "dtensor_kept"
 """Key of the annotation (`torch.fx.traceback.annotate`) of gathers whose results are always saved for the backward."""

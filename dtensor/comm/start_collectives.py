@@ -6,6 +6,11 @@
     all_to_all_start(x, output_splits, input_splits, group)  like all_to_all_single
     all_reduce_start(x, reduce_op, group)                    like all_reduce
 
+One is for all backends, as torch has none of its kind. It looks up its rank when it runs:
+
+    collective_permute_start(x, senders, group)              rank r receives the `x` of rank `senders[r]`, several
+                                                             ranks perhaps that of one
+
 Gloo's all_gather, as the functional collective of torch 2.13 calls it, corrupts the heap while several are in flight.
 Its all_to_all signals a peer that it is ready to receive on the connection on which it also sends. The signal queues
 behind earlier data and the peer waits for it, so transfers that should go both ways at once take turns as soon as
@@ -45,6 +50,7 @@ library.define(
     "all_to_all_start(Tensor x, SymInt[] output_splits, SymInt[] input_splits, str group) -> Tensor", tags=ANY_ORDER
 )
 library.define("all_reduce_start(Tensor x, str reduce_op, str group) -> Tensor", tags=ANY_ORDER)
+library.define("collective_permute_start(Tensor x, int[] senders, str group) -> Tensor", tags=ANY_ORDER)
 
 OURS = 0x40000000
 """The bit that marks our tags; those of a program's own messages are unlikely to have it. Tags have 31 bits."""
@@ -202,6 +208,15 @@ def _all_reduce_start(x: torch.Tensor, reduce_op: str, group: str) -> torch.Tens
         return y
 
 
+def _collective_permute_start(x: torch.Tensor, senders: list[int], group: str) -> torch.Tensor:
+    with below_autograd():
+        rank = resolve_process_group(group).rank()
+        taken = [int(r == senders[rank]) for r in range(len(senders))]
+        given = [int(sender == rank) for sender in senders]
+        sent = x.contiguous().view(1, -1).expand(sum(given), -1)
+        return starts(group, x.device).all_to_all(sent.contiguous(), taken, given, group).view(x.shape)
+
+
 def meet(group: torch.distributed.ProcessGroup) -> None:
     """Wait until the neighbouring ranks of the group run the same graph, after as many failures: each sends a message
     tagged with its mark."""
@@ -229,6 +244,7 @@ for _name, _kernel, _fake in (
     ("all_gather_start", _all_gather_start, _fake_all_gather),
     ("all_to_all_start", _all_to_all_start, _fake_all_to_all),
     ("all_reduce_start", _all_reduce_start, _fake_all_reduce),
+    ("collective_permute_start", _collective_permute_start, _fake_all_reduce),
 ):
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dtensor::{_name}", _fake, lib=library)
@@ -242,4 +258,6 @@ EXCHANGED = FUNCTIONAL._replace(reduce_scatter=None)
 OVER_GLOO = Starts(torch.ops.dtensor.all_gather_start.default, torch.ops.dtensor.all_to_all_start.default, None)
 """Our operators. Gloo's reduce_scatter is left out: it reduces the full tensor on every rank, with twice the bytes."""
 
-__all__ = ["ANY_ORDER", "EXCHANGED", "FUNCTIONAL", "OVER_GLOO", "REDUCING", "Starts", "meet", "starts"]
+permute: Any = torch.ops.dtensor.collective_permute_start.default
+
+__all__ = ["ANY_ORDER", "EXCHANGED", "FUNCTIONAL", "OVER_GLOO", "REDUCING", "Starts", "meet", "permute", "starts"]

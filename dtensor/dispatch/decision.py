@@ -318,9 +318,11 @@ def _local(call: Call, rule: Rule, choice: Any, mesh: DeviceMesh) -> Callable[..
 
 def _needs_local(rule: Rule, choice: Choice, operands: list[Spec]) -> bool:
     """Whether the rule's `local` differs from the plain operator in the layouts of `choice`."""
-    if rule.local in FOR_EMPTY and all(o.static for o in operands):
-        return any(map(is_empty_somewhere, operands, choice.inputs))
-    return rule.across is None or any(choice.axes.get(f) for f in rule.across)
+    across = rule.across is not None and any(choice.axes.get(f) for f in rule.across)
+    if rule.local in FOR_EMPTY:
+        static = all(o.static for o in operands)
+        return across or not static or any(map(is_empty_somewhere, operands, choice.inputs))
+    return across or rule.across is None
 
 
 def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:

@@ -1,6 +1,8 @@
 """Process groups looked up by name, and the record of what this rank has run on each: graphs and eager collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
 from weakref import WeakKeyDictionary, ref
@@ -131,8 +133,22 @@ def group_size(group: str) -> int:
 
 
 def group_rank(group: str) -> int:
-    """This process's rank within the named process group."""
-    return resolve_process_group(group).rank()
+    """This process's rank within the named process group, or that of the rank it plays."""
+    played = _played.get()
+    return resolve_process_group(group).rank() if played is None else played(group)
+
+
+_played: ContextVar[Callable[[str], int] | None] = ContextVar("played", default=None)
+
+
+@contextmanager
+def playing(rank_in: Callable[[str], int]) -> Iterator[None]:
+    """Context in which operators that look up their rank run for another one, which `rank_in` knows in each group."""
+    token = _played.set(rank_in)
+    try:
+        yield
+    finally:
+        _played.reset(token)
 
 
 def group_ranks(group: str) -> tuple[int, ...]:
@@ -151,5 +167,6 @@ __all__ = [
     "group_ranks",
     "group_size",
     "is_alive",
+    "playing",
     "shared_name",
 ]

@@ -12,7 +12,7 @@ is the cost of a collective before its first byte; it makes one collective over 
 The table `WORK` works for numbers and for sympy expressions. Nothing here differs between ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -83,6 +83,11 @@ def wire_bytes(op: str, size: Any, n: Any) -> Any:
         n: Number of ranks, a number or a sympy expression.
     """
     return WORK[op][1](n) * size if op in WORK else 0.0
+
+
+def moved(senders: Sequence[int]) -> float:
+    """The part of a group's buffers that a `collective_permute` sends: a rank may keep its own."""
+    return sum([sender != rank for rank, sender in enumerate(senders)]) / len(senders)
 
 
 def terms(op: str, n: int, link: Link = DEFAULT) -> tuple[float, float]:
@@ -161,4 +166,16 @@ class Network:
 
 _networks: dict[tuple[Any, ...], Network] = {}
 
-__all__ = ["DEFAULT", "INTER", "INTRA", "WORK", "Link", "Network", "log2_ceil", "seconds", "terms", "wire_bytes"]
+__all__ = [
+    "DEFAULT",
+    "INTER",
+    "INTRA",
+    "WORK",
+    "Link",
+    "Network",
+    "log2_ceil",
+    "moved",
+    "seconds",
+    "terms",
+    "wire_bytes",
+]

@@ -1,7 +1,8 @@
 """Chooses the layouts in which an operator runs, from its rule and the operands' layouts.
 
 On each mesh axis the cheapest candidate wins, the one whose operands cost least to redistribute. Ties go to
-replication, then to candidates that fit any size, then to the rule's order. The choice is the same on every rank.
+replication, then to candidates that fit any size, then to those that cut evenly, then to the rule's order. The choice
+is the same on every rank.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from ..mesh.mesh import facts
 from ..mesh.tensor_spec import Spec
 from ..prices.links import Network, seconds
 from ..torch_private.symbolic_sizes import hint
-from .rule import Candidate, Factor, Rule, State, candidates, shares_dim
+from .rule import TIMES, Candidate, Factor, Inside, Rule, State, candidates, shares_dim
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,7 @@ def choose_as(
                 continue
             if _fits(rule, c, n, shared):
                 picked.append(c)
-                if c.factor is not None:
-                    shared[c.factor] = shared.get(c.factor, 1) * n
+                _count(c, n, shared)
                 break
         else:
             return None
@@ -103,16 +103,27 @@ def _cheapest(
     `_fits` is checked last and only for a candidate that would win, because on a symbolic size it adds a guard.
     """
     best, least, n = None, inf, network.sizes[axis]
-    for c in sorted(table, key=lambda c: c.factor is not None and shares_dim(rule, c.factor)):
+    for c in sorted(table, key=lambda c: (any(shares_dim(rule, f) for f in c.factors), _is_uneven(rule, c, n, shared))):
         if in_place and not _keeps(rule, c):
             continue
         price = _price(rule, c, operands, axis, network, least, in_place)
         if price < least and _fits(rule, c, n, shared):
             best, least = c, price
     assert best is not None, "replication is always possible"
-    if best.factor is not None:
-        shared[best.factor] = shared.get(best.factor, 1) * n
+    _count(best, n, shared)
     return best
+
+
+def _is_uneven(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
+    """Whether ranks would have unequal parts; of a symbolic size that is not asked."""
+    sizes = [(rule.sizes[f], n * shared.get(f, 1)) for f in c.factors]
+    return any(isinstance(size, int) and size % parts != 0 for size, parts in sizes)
+
+
+def _count(c: Candidate, n: int, shared: dict[Factor, int]) -> None:
+    """Note that each factor of the candidate is split `n` ways more."""
+    for f in c.factors:
+        shared[f] = shared.get(f, 1) * n
 
 
 @dataclass(frozen=True)
@@ -152,16 +163,20 @@ def weigh(rule: Rule, operands: list[Spec], in_place: bool = False) -> list[list
 
 def _refusal(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int], in_place: bool) -> str:
     if not _fits(rule, c, n, shared):
-        parts = n * shared.get(c.factor or "", 1)
-        return f"uneven: {parts} does not divide {rule.sizes[c.factor or '']}, and the dimension is merged or split"
+        f = next(f for f in c.factors if not _splits(rule, f, n, shared))
+        parts = n * shared.get(f, 1)
+        return f"uneven: {parts} does not divide {rule.sizes[f]}, and the dimension is merged or split"
     return "in place: the result would have another layout than the operand" if in_place and not _keeps(rule, c) else ""
 
 
 def _fits(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
-    """Whether the candidate's factor may be split `n` ways more; a factor that shares a dim must split evenly."""
-    if c.factor is None or not shares_dim(rule, c.factor):
-        return True
-    return rule.sizes[c.factor] % (n * shared.get(c.factor, 1)) == 0
+    """Whether the candidate's factors may be split `n` ways more."""
+    return all(_splits(rule, f, n, shared) for f in c.factors)
+
+
+def _splits(rule: Rule, factor: Factor, n: int, shared: dict[Factor, int]) -> bool:
+    """Whether a factor may be split `n` ways more; one that shares a dim must split evenly."""
+    return not shares_dim(rule, factor) or rule.sizes[factor] % (n * shared.get(factor, 1)) == 0
 
 
 def _keeps(rule: Rule, c: Candidate) -> bool:
@@ -192,7 +207,14 @@ def _price(
             total += _move(spec, want, have, axis, network)
         if total > limit:
             break
-    return total
+    return total + sum([_inside(c, found, operands, axis, network) for found in rule.inside.get(c.factors, ())])
+
+
+def _inside(c: Candidate, found: Inside, operands: list[Spec], axis: int, network: Network) -> float:
+    """Seconds of a collective that runs inside of the operator."""
+    (op, sent, often), n = found, network.sizes[axis]
+    parts = [_bytes(operands[k], axis, network) / (n if isinstance(c.inputs[k], int) else 1) for k in sent]
+    return TIMES[often](n) * seconds(op, sum(parts), n, network.links[axis])
 
 
 def _stays(rule: Rule, operand: int, sharded: bool) -> bool:
@@ -213,8 +235,7 @@ MOVES: dict[tuple[type, type], str] = {
 
 def _move(spec: Spec, have: Any, want: Any, axis: int, network: Network) -> float:
     n, link = network.sizes[axis], network.links[axis]
-    others = prod(network.sizes[a] for a in spec.layout.sharded_axes if a != axis)
-    size = spec.dtype.itemsize * prod(map(hint, spec.shape)) / others
+    size = _bytes(spec, axis, network)
     op = MOVES.get((type(have), type(want)))
     if op is None:
         gather = "all_gather" if isinstance(have, int) else "all_reduce"
@@ -222,16 +243,24 @@ def _move(spec: Spec, have: Any, want: Any, axis: int, network: Network) -> floa
     return seconds(op, size / n if op == "all_to_all" else size, n, link)
 
 
+def _bytes(spec: Spec, axis: int, network: Network) -> float:
+    """Bytes of an operand on a rank, if it were whole along the axis."""
+    others = prod(network.sizes[a] for a in spec.layout.sharded_axes if a != axis)
+    return spec.dtype.itemsize * prod(map(hint, spec.shape)) / others
+
+
 def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], in_place: bool) -> Choice:
     """The layouts from one candidate per axis. Axes that share a factor keep the order that an operand has already."""
-    axes = {f: _order(rule, f, picked, operands) for f in {c.factor for c in picked if c.factor is not None}}
+    axes = {f: _order(rule, f, picked, operands) for f in {f for c in picked for f in c.factors}}
 
     def layout(which: str, index: int, ndim: int) -> Layout:
         states = [getattr(c, which)[index] for c in picked]
+        dims: Any = getattr(rule, which)[index]
         cut: list[tuple[int, ...]] = [()] * ndim
-        for order in axes.values():
+        for factor, order in axes.items():
             for d in {states[a] for a in order if isinstance(states[a], int)}:
-                cut[d] = order
+                if factor in dims[d]:
+                    cut[d] = tuple([a for a in order if states[a] == d])
         partial = tuple((a, s) for a, s in enumerate(states) if isinstance(s, str))
         return Layout.make(len(picked), tuple(cut), partial)
 
@@ -247,11 +276,11 @@ def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], in_plac
 
 
 def _order(rule: Rule, factor: Factor, picked: list[Candidate], operands: list[Spec]) -> tuple[int, ...]:
-    wanted = [axis for axis, c in enumerate(picked) if c.factor == factor]
+    wanted = [axis for axis, c in enumerate(picked) if factor in c.factors]
     first: list[int] = []
     for i, spec in enumerate(operands):
         where = picked[wanted[0]].inputs[i]
-        if isinstance(where, int):
+        if isinstance(where, int) and factor in rule.inputs[i][where]:
             have = [a for a in spec.layout.dims[where] if a in wanted]
             if len(have) > len(first):
                 first = have

@@ -1,11 +1,11 @@
 """Helpers for `local` functions, which run operators that would be wrong on a shard or that refuse an empty one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ..comm.collectives import emit
+from ..comm.collectives import emit, start
 from ..mesh.mesh import group_name, mesh_shape
 from ..mesh.tensor_spec import Spec
 from .call import LocalCall
@@ -21,11 +21,23 @@ def axes_of(call: LocalCall, factors: Any = None) -> list[int]:
     return sorted({a for f, axes in call.axes.items() if factors is None or f in factors for a in axes})
 
 
-def all_reduce(x: torch.Tensor, op: str, call: LocalCall, factors: Any = None) -> torch.Tensor:
-    """All-reduce `x` by `op` over the mesh axes that shard `factors` (all by default)."""
-    for axis in axes_of(call, factors):
+def all_reduce(
+    x: torch.Tensor, op: str, call: LocalCall, factors: Any = None, axes: Iterable[int] | None = None
+) -> torch.Tensor:
+    """All-reduce `x` by `op` over `axes`, by default the mesh axes that shard `factors` (all by default)."""
+    for axis in axes_of(call, factors) if axes is None else axes:
         x = emit.all_reduce(x, op, group_name(call.mesh, axis))
     return x
+
+
+def passed(x: torch.Tensor, call: LocalCall, axis: int, senders: list[int]) -> Callable[[], torch.Tensor]:
+    """Let each rank along a mesh axis have the `x` of its sender; the returned function waits for that. Eager code
+    computes meanwhile; a compiled graph is scheduled by the passes."""
+    group = group_name(call.mesh, axis)
+    if type(x) is torch.Tensor:
+        return start("collective_permute", x, senders, group)
+    received = emit.collective_permute(x, senders, group)
+    return lambda: received
 
 
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -108,6 +120,7 @@ __all__ = [
     "has_empty_shard",
     "is_sharded",
     "parts",
+    "passed",
     "unless_empty",
     "wide",
 ]

@@ -220,7 +220,8 @@ class LibraryRule(Rule):
             factor) is about that factor only.
         home: output -> the argument to whose layout it is redistributed.
         all_reduces: factors, and how many all-reduces `local` takes over each mesh axis that shards one of them.
-        unread, written, local, across, refuses_empty, shape_arg: as in `rule.Rule`.
+        inside: collectives of `local`, each as factors, its name, arguments, and how often it runs, as in `rule.Rule`.
+        unread, written, local, across, refuses_empty, shape_arg, together, busiest: as in `rule.Rule`.
     """
 
     keeps: Sequence[tuple[Argument | Sequence[Argument], Iterable[tuple[str, str]]]] = field(default=(), kw_only=True)
@@ -235,6 +236,9 @@ class LibraryRule(Rule):
     all_reduces: tuple[str, int] = field(default=("", 0), kw_only=True)
     refuses_empty: str | Iterable[str] = field(default="", kw_only=True)
     shape_arg: str | None = field(default=None, kw_only=True)
+    together: Sequence[tuple[str, str]] = field(default=(), kw_only=True)
+    inside: Sequence[tuple[str, str, Sequence[Argument], str]] = field(default=(), kw_only=True)
+    busiest: Callable[[Mapping[tuple[str, ...], int]], float] | None = field(default=None, kw_only=True)
 
     def _named_factors(self) -> dict[str, Iterable[str]]:
         return {
@@ -244,6 +248,8 @@ class LibraryRule(Rule):
             "across": factors_of(self.across or ""),
             "all_reduces": factors_of(self.all_reduces[0]),
             "refuses_empty": factors_of(self.refuses_empty),
+            "together": [f for pair in self.together for f in pair],
+            "inside": [f for factors, *_ in self.inside for f in factors_of(factors)],
         }
 
     def _combines(self, output: int, factor: str) -> bool:
@@ -251,7 +257,9 @@ class LibraryRule(Rule):
 
     def arguments(self) -> list[Argument]:
         kept = [a for group, _ in self.keeps for a in several(group)]
-        return [*super().arguments(), *kept, *several(self.unread), *several(self.written), *self.home.values()]
+        inside = [argument for *_, arguments, _ in self.inside for argument in arguments]
+        named = [*several(self.unread), *several(self.written), *self.home.values(), *inside]
+        return [*super().arguments(), *kept, *named]
 
     def _check_arguments(self) -> None:
         super()._check_arguments()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..errors import ArgumentError
 from ..torch_private.core import OpOverload
 from .notation import MANY, Argument, LibraryRule, Rule, Term, factors_of, several
-from .rule import Dims
+from .rule import Dims, Inside
 
 EVEN = ("avg", "max", "min")
 """Reduce ops for which a factor is sharded evenly or not at all, unless `local` sees to it: averages weigh all shards
@@ -197,7 +197,17 @@ class _Planner:
             "all_reduces": dict.fromkeys(self._factors(factors_of(factors)), count),
             "refuses_empty": frozenset(self._factors(factors_of(rule.refuses_empty))),
             "shape_arg": rule.shape_arg,
+            "together": tuple(rule.together),
+            "inside": self._inside(rule),
+            "busiest": rule.busiest,
         }
+
+    def _inside(self, rule: LibraryRule) -> dict[tuple[str, ...], tuple[Inside, ...]]:
+        found: dict[tuple[str, ...], tuple[Inside, ...]] = {}
+        for factors, op, arguments, often in rule.inside:
+            key = tuple(self._factors(factors_of(factors)))
+            found[key] = (*found.get(key, ()), (op, tuple(sorted(self._operands(arguments))), often))
+        return found
 
     def _factors(self, given: Iterable[str]) -> list[str]:
         """Factors of the call: for `...` one for each of its dims."""

@@ -7,6 +7,7 @@ axis at a time, a `Rule` allows these combinations of placements, which `candida
     nothing sharded         every operand and output Replicate
     factor f sharded        Shard where f is the major factor of a dim, Replicate where f does not occur;
                             an output without f is Partial with `reduce[f]`
+    f and g sharded         both at once, as `together` allows: a tensor that has f as for f, else as for g
     linear in operands L    L all Partial(sum) or all Partial(avg), the rest Replicate, the outputs Partial likewise
     keeps a reduction       the operands of an entry in `keeps` all Partial with one reduce op, the rest Replicate, the
                             outputs Partial with the op that the entry names for it
@@ -27,6 +28,12 @@ Dims = tuple[Dim, ...]
 
 State = tuple[int | str | None, ...]
 """Where a tensor is, by mesh axis: None (replicated), a dim (sharded) or a reduce op (partial)."""
+
+Inside = tuple[str, tuple[int, ...], str]
+"""A collective inside of an operator: its name, operands, and one of `TIMES`."""
+
+TIMES: dict[str, Callable[[int], int]] = {"once": lambda n: 1, "ring": lambda n: n - 1, "half ring": lambda n: n // 2}
+"""How often a collective inside of an operator runs on n ranks."""
 
 LINEAR_OPS = ("sum", "avg")
 
@@ -52,10 +59,16 @@ class Rule:
         home: output -> the operand whose layout, without its partial axes, the output is redistributed to (gradients of
             parameters).
         local: runs on the local tensors in place of the operator; takes a `LocalCall`.
-        across: the factors that need `local`; if none of them is sharded, the operator itself runs. None: `local`
-            always runs.
+        across: the factors that need `local`; if none of them is sharded, the operator itself runs, unless `local` is
+            for empty shards and one is empty. None: `local` always runs, or if it is for empty shards then for these.
         all_reduces: factor -> how many all-reduces `local` takes over each mesh axis that shards it. That is for
             predictions only; those of Partial outputs do not count.
+        together: pairs of factors that one mesh axis may shard at once, because `local` then passes shards around.
+        inside: the factors of a candidate -> collectives that `local` then runs, if they are of the size of operands,
+            each with the operands of which it sends as much as their shards, and how often it runs (`TIMES`). For
+            choices and predictions.
+        busiest: takes factors of candidates -> number of shards, and returns how much work the busiest rank has, as a
+            multiple of an even part; None where all ranks have as much. For predictions.
         refuses_empty: factors that may not have an empty shard in a trace with symbolic sizes: those for which `local`
             fails although the operator itself does not, and those for which a kernel would end the process, so that it
             cannot be tried.
@@ -77,6 +90,11 @@ class Rule:
     local: Callable[[Any], Any] | None = None
     across: frozenset[Factor] | None = None
     all_reduces: Mapping[Factor, int] = field(default_factory=dict[Factor, int])
+    together: tuple[tuple[Factor, Factor], ...] = ()
+    inside: Mapping[tuple[Factor, ...], tuple[Inside, ...]] = field(
+        default_factory=dict[tuple[Factor, ...], tuple[Inside, ...]]
+    )
+    busiest: Callable[[Mapping[tuple[Factor, ...], int]], float] | None = None
     refuses_empty: frozenset[Factor] = frozenset()
     shape_arg: str | None = None
 
@@ -86,43 +104,50 @@ class Candidate:
     """One valid combination of placements on one mesh axis.
 
     Attributes:
-        factor: the sharded factor, or None.
+        factors: the sharded factor, or two that are sharded together; none in the other combinations.
         inputs, outputs: for each tensor None (Replicate), a dim (Shard) or a reduce op (Partial).
     """
 
-    factor: Factor | None
+    factors: tuple[Factor, ...]
     inputs: tuple[int | str | None, ...]
     outputs: tuple[int | str | None, ...]
 
 
 def candidates(rule: Rule) -> list[Candidate]:
     """All combinations that the rule allows on a mesh axis, replication first; callers check divisibility."""
-    found = [Candidate(None, (None,) * len(rule.inputs), (None,) * len(rule.outputs))]
-    found += [c for f in rule.sizes if f not in rule.blocked and (c := _shard(rule, f)) is not None]
+    found = [Candidate((), (None,) * len(rule.inputs), (None,) * len(rule.outputs))]
+    ways = [*((f,) for f in rule.sizes), *(pair for pair in rule.together if rule.sizes.keys() >= {*pair})]
+    found += [c for way in ways if rule.blocked.isdisjoint(way) and (c := _shard(rule, way)) is not None]
     for group, made in (*[(g, dict(zip(LINEAR_OPS, LINEAR_OPS))) for g in rule.linear], *rule.keeps):
         for op, after in made.items():
             ins = tuple(op if i in group else None for i in range(len(rule.inputs)))
-            found.append(Candidate(None, ins, (after,) * len(rule.outputs)))
+            found.append(Candidate((), ins, (after,) * len(rule.outputs)))
     return found
 
 
-def _shard(rule: Rule, factor: Factor) -> Candidate | None:
-    """The combination with `factor` sharded; None if an operand or output cannot take part."""
+def _shard(rule: Rule, factors: tuple[Factor, ...]) -> Candidate | None:
+    """The combination with the factors sharded; None if an operand or output cannot take part."""
     ins: list[int | str | None] = []
     outs: list[int | str | None] = []
+    factor, *_ = factors
     op = rule.reduce.get(factor)
     for i, d in enumerate(rule.inputs):
-        where = position(d, factor, rule.sizes)
+        where = _place(d, factors, rule.sizes)
         if where == -1:
             return None
         ins.append(op if where is None and i in rule.addends else where)
     for i, d in enumerate(rule.outputs):
-        where = position(d, factor, rule.sizes) if d is not None else None
+        where = _place(d, factors, rule.sizes) if d is not None else None
         lacks = where is None and d is not None and i not in rule.whole and (i, factor) not in rule.whole
         if where == -1 or (lacks and op is None):
             return None
         outs.append(op if lacks else where)
-    return Candidate(factor, tuple(ins), tuple(outs))
+    return Candidate(factors, tuple(ins), tuple(outs))
+
+
+def _place(where: Dims, factors: tuple[Factor, ...], sizes: Mapping[Factor, Any]) -> int | None:
+    """`position` of the first of the factors that occurs."""
+    return next((at for f in factors if (at := position(where, f, sizes)) is not None), None)
 
 
 def position(where: Dims, factor: Factor, sizes: Mapping[Factor, Any]) -> int | None:
@@ -143,4 +168,16 @@ def shares_dim(rule: Rule, factor: Factor) -> bool:
     return any(factor in d and len(d) > 1 for t in tensors for d in t)
 
 
-__all__ = ["Candidate", "Dim", "Dims", "Factor", "Rule", "State", "candidates", "position", "shares_dim"]
+__all__ = [
+    "TIMES",
+    "Candidate",
+    "Dim",
+    "Dims",
+    "Factor",
+    "Inside",
+    "Rule",
+    "State",
+    "candidates",
+    "position",
+    "shares_dim",
+]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..job.groups import group_size
-from ..prices.links import wire_bytes
+from ..prices.links import moved, wire_bytes
 from ..tensor.tensor import DTensor
 from ..torch_private.core import TorchDispatchMode
 
@@ -30,6 +30,7 @@ OPERATORS = {
     "dtensor::all_gather_start": "all_gather",
     "dtensor::all_to_all_start": "all_to_all",
     "dtensor::all_reduce_start": "all_reduce",
+    "dtensor::collective_permute_start": "collective_permute",
 }
 """Operator -> the collective it runs. Every operator takes the tensor first and the name of the group last."""
 
@@ -95,7 +96,8 @@ class CountCollectives(TorchDispatchMode):
             return NotImplemented  # DTensor then dispatches, and its local operators come back here
         op = OPERATORS.get(func.name().split(".")[0])
         if op is not None:
-            self.collectives.append(_collective(op, args[0], args[-1]))
+            part = moved(args[1]) if op == "collective_permute" else 1.0
+            self.collectives.append(_collective(op, args[0], args[-1], part))
         return func(*args, **(kwargs or {}))
 
 
@@ -104,10 +106,10 @@ def _operator(op: str) -> Any:
     return getattr(torch.ops.dtensor, op) if name is None else getattr(torch.ops.c10d_functional, name)
 
 
-def _collective(op: str, x: torch.Tensor, group: str) -> Collective:
+def _collective(op: str, x: torch.Tensor, group: str, part: float) -> Collective:
     n = group_size(group)
     size = x.numel() * x.element_size() * (n if op == "all_gather" else 1)
-    return Collective(op, round(wire_bytes(op, size, n)), group)
+    return Collective(op, round(wire_bytes(op, size, n) * part), group)
 
 
 __all__ = ["Collective", "CountCollectives"]

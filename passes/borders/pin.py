@@ -5,13 +5,20 @@ from typing import Any
 import torch
 from torch import fx
 
+from dtensor.rules.attention_blocks import attend, attend_backward
+from dtensor.rules.families.attention import FUSED
+
 from ..graph import ir, ordered
 from ..stages import Compilation, Pass
 
 aten: Any = torch.ops.aten
 
 LONG = frozenset(
-    (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default)
+    (
+        *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default),
+        *(getattr(aten, f"{name}{end}").default for name in FUSED for end in ("", "_backward")),
+        *(attend, attend_backward),
+    )
 )
 """Calls of library kernels that take long and are not fused with others."""
 

@@ -46,8 +46,7 @@ class Lower(Pass):
     `bucket` and `schedule`. Over gloo the starts are our own (`dtensor.comm.start_collectives`), and a
     reduce_scatter becomes an all_to_all of its parts and a local reduction of them.
 
-    `shard` and `collective_permute` stay as they are: they look up their rank when the graph runs, so that all ranks
-    have the same graph.
+    `shard` stays as it is: it looks up its rank when the graph runs, so that all ranks have the same graph.
 
     Each start carries the `CollectiveInfo` of the operator it was lowered from under `meta["dtensor_collective"]`, and
     the call itself, with values in place of nodes, under `meta["dtensor_lowered"]`, from which `raise` can undo the

@@ -223,6 +223,12 @@ def _all_to_all(pair: Pair) -> _Reading | None:
     return _Reading(c, result, (*made, *used))
 
 
+def _collective_permute(pair: Pair) -> _Reading | None:
+    source, copies = _original(pair)
+    c = ir.Collective("collective_permute", source, pair.group, senders=tuple(pair.given[0]))
+    return _Reading(c, pair.wait, copies)
+
+
 def _is_even(splits: Any, pair: Pair) -> bool:
     sizes = [ir.value(size) if isinstance(size, fx.Node) else size for size in splits]
     rows = ir.value(pair.x).shape[0]
@@ -253,6 +259,7 @@ _READERS: dict[str, Callable[[Pair], _Reading | None]] = {
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
+    "collective_permute": _collective_permute,
 }
 """Started collective -> the function that reads it."""
 

@@ -67,7 +67,7 @@ def describe(node: fx.Node) -> CollectiveInfo | None:
     c = ir.collective(node)
     if c is not None and c.op in COMMUNICATING:
         n, full = group_size(c.group), _bytes(ir.value(node if c.op == "all_gather" else c.x))
-        sent = round(links.wire_bytes(c.op, full, n))
+        sent = round(links.wire_bytes(c.op, full, n) * (links.moved(c.senders) if c.senders is not None else 1))
         return CollectiveInfo(c.op, c.group, n, sent, c.reduce_op, c.gather_dim, c.scatter_dim)
     # If one rank compiles for all, the group is an input of the graph.
     target, args = ordered.called(node)
@@ -87,9 +87,8 @@ def _describe_start(node: fx.Node, target: Any, args: tuple[Any, ...]) -> Collec
     full = _bytes(ir.value(node) if op == "all_gather" else inputs)
     reduce_op = str(args[1]) if op in ("all_reduce", "reduce_scatter") else None
     gather_dim = 0 if op == "all_gather" else None
-    return CollectiveInfo(
-        op, group, n, round(links.wire_bytes(op, full, n)), reduce_op, gather_dim, 0 if op == "reduce_scatter" else None
-    )
+    sent = links.wire_bytes(op, full, n) * (links.moved(args[1]) if op == "collective_permute" else 1)
+    return CollectiveInfo(op, group, n, round(sent), reduce_op, gather_dim, 0 if op == "reduce_scatter" else None)
 
 
 def _bytes(val: Any) -> int:

@@ -59,6 +59,7 @@ STARTS: dict[Any, str] = {
     ops.all_gather_start.default: "all_gather",
     ops.all_to_all_start.default: "all_to_all",
     ops.all_reduce_start.default: "all_reduce",
+    ops.collective_permute_start.default: "collective_permute",
     c10d.all_reduce_coalesced.default: "all_reduce",
     c10d.all_gather_into_tensor_coalesced.default: "all_gather",
     c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter",

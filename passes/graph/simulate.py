@@ -6,6 +6,7 @@ for a partition of all ranks, since each rank looks up the name to find its own 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.node import map_arg
 
 from dtensor.errors import PassError
-from dtensor.job.groups import canonical
+from dtensor.job.groups import canonical, playing
 
 from . import ir, ordered
 
@@ -88,7 +89,11 @@ def _step(graph: fx.Graph, node: fx.Node, envs: list[dict[fx.Node, Any]], groups
         if run is not None:
             return _together(run, str(given[-1]), [map_arg(given, env.__getitem__) for env in envs], groups)
         args = [map_arg((node.args, node.kwargs), env.__getitem__) for env in envs]
-        return [_alone(node, *pair, seed=draws * len(envs) + rank) for rank, pair in enumerate(args)]
+        results = []
+        for rank, pair in enumerate(args):
+            with playing(partial(_index, groups, rank)):
+                results.append(_alone(node, *pair, seed=draws * len(envs) + rank))
+        return results
     except Exception as error:  # whatever an operator raises
         raise PassError(f"simulated {node.format_node()}: {type(error).__name__}: {error}") from error
 
@@ -125,6 +130,11 @@ def _together(run: Callable[..., list[Any]], group: str, args: list[tuple[Any, .
         for rank, result in zip(members, run([g[0] for g in given], *given[0][1:-1]), strict=True):
             results[rank] = result
     return results
+
+
+def _index(groups: Groups, rank: int, name: str) -> int:
+    """The index of a rank within its group of that name."""
+    return next(row.index(rank) for row in partition(groups, name) if rank in row)
 
 
 def partition(groups: Groups, name: str) -> Partition:
@@ -198,8 +208,8 @@ def _shard(xs: Tensors, dim: int) -> Tensors:
 
 
 def _collective_permute(xs: Tensors, senders: Sequence[int]) -> Tensors:
-    if sorted(senders) != list(range(len(xs))):
-        raise ValueError(f"{list(senders)} does not name each of {len(xs)} ranks once")
+    if len(senders) != len(xs) or not set(senders) <= {*range(len(xs))}:
+        raise ValueError(f"{list(senders)} does not name one of {len(xs)} ranks for each")
     return [xs[sender].clone(memory_format=torch.contiguous_format) for sender in senders]
 
 
@@ -252,6 +262,7 @@ _COLLECTIVES: dict[Any, Callable[..., list[Any]]] = {
     ir.ops.all_gather_start.default: _all_gather_start,
     ir.ops.all_to_all_start.default: _all_to_all_start,
     ir.ops.all_reduce_start.default: _all_reduce,
+    ir.ops.collective_permute_start.default: _collective_permute,
     ir.c10d.all_gather_into_tensor_coalesced.default: _each(_all_gather_start),
     ir.c10d.reduce_scatter_tensor_coalesced.default: _each(_reduce_scatter_start),
     ir.c10d.all_reduce_coalesced.default: _each(_all_reduce),

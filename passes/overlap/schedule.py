@@ -59,7 +59,8 @@ class Schedule(Pass):
     `ahead` bounds the bytes of the buffers in flight, started and not yet waited for, separately for each of these
     kinds. One buffer is always allowed. The default is the size of the largest buffer in the graph, with the buffers of
     all microbatches counted as one. An all_reduce of a computed tensor counts nothing: its result replaces its operand,
-    so that waiting for it frees no memory.
+    so that waiting for it frees no memory. Nor does a collective_permute of one: an operator passes a shard, or sends
+    results back, and others of the operator are still to come.
 
     The order of the starts follows from the graph and from the sizes of their buffers. Where shards are uneven, the
     sizes on the rank with the largest shard count. So the order is the same on all ranks.
@@ -288,8 +289,8 @@ class _Walk:
 
     def held(self, start: fx.Node) -> int:
         """Bytes in flight that an earlier wait would free, or that a later start would not take up yet."""
-        in_place = self.computed[start] and ir.STARTS[start.target] == "all_reduce"
-        return 0 if in_place else _in_flight(start)
+        free = self.computed[start] and ir.STARTS[start.target] in ("all_reduce", "collective_permute")
+        return 0 if free else _in_flight(start)
 
     def like(self, start: fx.Node) -> dict[fx.Node, int]:
         """The bytes in flight for each start of the same kind."""

@@ -248,9 +248,10 @@ def _output(made: Any) -> Output | None:
 
 def _runs(rule: Rule, c: Candidate, parts: int) -> bool:
     """Whether the operator itself, and not a replacement, runs on even parts of the candidate's factor."""
-    if c.factor is None or rule.written or rule.sizes[c.factor] % parts or rule.sizes[c.factor] == 0:
+    if len(c.factors) != 1 or rule.written or rule.sizes[c.factors[0]] % parts or rule.sizes[c.factors[0]] == 0:
         return False
-    if rule.local is not None and rule.local not in FOR_EMPTY and (rule.across is None or c.factor in rule.across):
+    always = rule.across is None and rule.local not in FOR_EMPTY
+    if rule.local is not None and (always or c.factors[0] in (rule.across or ())):
         return False
     # Where `local` is for empty shards only, what is whole is the same for all parts, like a seed that is not used.
     same = rule.whole if rule.local in FOR_EMPTY else frozenset[int | tuple[int, str]]()

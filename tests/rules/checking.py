@@ -37,7 +37,7 @@ def redrawn(case: Case, draw: Callable) -> Case | None:
         out = as_list(case.func(*mapped(args, torch.clone), **mapped(kwargs, torch.clone)))
     except (RuntimeError, IndexError, ValueError):
         return None
-    finite = all(x.to(torch.complex128).isfinite().all() for x in out if x is not None and is_real(x))
+    finite = all(x.to(torch.complex128).isfinite().all() for x in out if isinstance(x, torch.Tensor) and is_real(x))
     return Case(case.func, args, case.at_least if draw is signed else 1, kwargs) if finite else None
 
 

@@ -26,12 +26,13 @@ def attended(q, k, v, bias):
     return found.softmax(-1) @ v, found.logsumexp(-1)
 
 
-def gradients(grad, q, k, v, bias):
-    """Those of queries, keys and values, and of the bias."""
+def gradients(grad, q, k, v, out, lse, bias):
+    """Those of queries, keys and values, and of the bias; as in the kernels, also by a part of the keys that `out` and
+    `lse` are of."""
     heads, shared = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
-    p, of_p = scores(q, k, bias).softmax(-1), grad @ v.mT
-    of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True))
+    p, of_p = (scores(q, k, bias) - lse[..., : q.shape[2], None]).exp(), grad @ v.mT
+    of_scores = p * (of_p - (grad * out).sum(-1, keepdim=True))
     of_q, of_k, of_v = of_scores @ k * q.shape[-1] ** -0.5, of_scores.mT @ q * q.shape[-1] ** -0.5, p.mT @ grad
     of_k, of_v = (t.unflatten(1, (heads, shared)).sum(2) for t in (of_k, of_v))
     return of_q, of_k, of_v, None if bias is None else of_scores.sum_to_size(bias.shape)
@@ -45,16 +46,28 @@ def efficient(q, k, v, bias, compute_log_sumexp, *rest, **options):
 
 
 def efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout, mask, *rest, **options):
-    found = gradients(grad, q, k, v, bias)
+    found = gradients(grad, q, k, v, out, lse, bias)
     return tuple(t if wanted else None for t, wanted in zip(found, mask))
 
 
-def flash_backward(grad, q, k, v, *rest, **options):
-    return gradients(grad, q, k, v, None)[:3]
+def seen(q, k, is_causal):
+    """What is added to scores; a square, as kernels for GPUs mask others from another corner."""
+    assert not is_causal or q.shape[2] == k.shape[2]
+    return q.new_full((q.shape[2], k.shape[2]), -torch.inf).triu(1) if is_causal else None
+
+
+def flash(q, k, v, dropout=0.0, is_causal=False, debug=False, **options):
+    out, lse = attended(q, k, v, seen(q, k, is_causal))
+    seeds = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+    return out, lse.float(), None, None, q.shape[2], k.shape[2], *seeds, q.new_empty(0)
+
+
+def flash_backward(grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, is_causal, *seeds, **options):
+    return gradients(grad, q, k, v, out, lse, seen(q, k, is_causal))[:3]
 
 
 def cudnn_backward(grad, q, k, v, out, lse, seed, offset, bias, *rest, **options):
-    return gradients(grad, q, k, v, bias)[:3]
+    return gradients(grad, q, k, v, out, lse, bias)[:3]
 
 
 @pytest.fixture
@@ -63,6 +76,7 @@ def stand_ins():
     try:
         own.impl(NAME.format("efficient"), efficient, "CPU")
         own.impl(f"{NAME.format('efficient')}_backward", efficient_backward, "CPU")
+        own.impl(NAME.format("flash"), flash, "CPU")
         own.impl(f"{NAME.format('flash')}_backward", flash_backward, "CPU")
         own.impl(f"{NAME.format('cudnn')}_backward", cudnn_backward, "CPU")
         yield
@@ -81,8 +95,14 @@ def calls():
     for heads, of_keys in ((6, 6), (8, 4), (6, 1)):
         q, grad, k, v = (f(4, n, 3, 8) for n in (heads, heads, of_keys, of_keys))
         offered = 3 if of_keys > 1 else 2  # nothing, the batch, the heads
+        single = [t.float() for t in (q, k, v)]
+        for is_causal in (False, True):
+            out, lse = attended(*single, seen(*single[:2], is_causal))
+            yield c(aten._scaled_dot_product_flash_attention.default, *single, 0.0, is_causal, at_least=offered + 3)
+            out, lse = attended(q, k, v, seen(q, k, is_causal))
+            rest = (*ends, 3, 3, 0.0, is_causal)
+            yield c(backward("flash"), grad, q, k, v, out, lse, *rest, *seed, at_least=offered + 5)
         out, lse = attended(q, k, v, None)
-        yield c(backward("flash"), grad, q, k, v, out, lse, *lengths, *seed, at_least=offered + 2)
         for bias in [f(*shape) for shape in ((4, heads, 3, 3), (1, heads, 3, 3), (4, 1, 3, 3), (1, 1, 3, 3))]:
             out, lse = attended(q, k, v, bias)
             yield c(backward("cudnn"), grad, q, k, v, out, lse, *seed, bias, *lengths, at_least=offered + 2)

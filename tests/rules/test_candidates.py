@@ -300,23 +300,26 @@ def offered(case):
     call, rule = call_and_rule(case, OneAxis(2))
     check_sizes(case, call, rule)
     table = candidates(rule)
-    names = {c.factor: LETTERS[i] for i, c in enumerate(x for x in table if x.factor is not None)}
+    names = {c.factors[0]: LETTERS[i] for i, c in enumerate(x for x in table if len(x.factors) == 1)}
     given = [*map(said, case.args), *[f"{name}={said(x)}" for name, x in sorted(case.kwargs.items())]]
     terms = [["1"] * x.dim() for x in tensors((case.args, case.kwargs))]
     results = [["1"] * o.ndim if o else ["-"] for o in call.outputs]
     told: list[str] = []
     for found in table:
         ops = [x if isinstance(x, str) else "-" for x in found.outputs]
-        if found.factor is None:
+        if not found.factors:
             told += [
                 f"{op}:{''.join([str(i) for i, x in enumerate(found.inputs) if x])}->{ops[0]}"
                 for op in {*found.inputs} - {None}
             ]
             continue
-        name = names[found.factor]
+        if len(found.factors) > 1:
+            told.append(f"together={''.join([names[f] for f in found.factors])}")
+            continue
+        name = names[found.factors[0]]
         for dims, state in zip((*terms, *results), (*found.inputs, *found.outputs)):
             if isinstance(state, int):
-                sign = f"({name})" if shares_dim(rule, found.factor) else name
+                sign = f"({name})" if shares_dim(rule, found.factors[0]) else name
                 dims[state] = sign if dims[state] == "1" else dims[state] + sign
         added = [f"{name}:+{i}" for i, x in enumerate(found.inputs) if isinstance(x, str)]
         reduced = [] if set(ops) == {"-"} else [f"{name}:{ops[0] if len(set(ops)) == 1 else ','.join(ops)}"]
@@ -331,6 +334,7 @@ def offered(case):
         "local": run and run.__name__,
         "across": rule.across and rule.local and sorted(names.get(f, "") for f in rule.across),
         "all_reduces": {names[f]: n for f, n in rule.all_reduces.items() if f in names},
+        "inside": {"".join([names[f] for f in fs]): sent for fs, sent in rule.inside.items() if names.keys() >= {*fs}},
         "refuses_empty": rule.local and sorted(names[f] for f in rule.refuses_empty if f in names),
         **{name: getattr(rule, name) for name in ("written", "unread", "home", "shape_arg")},
     }

@@ -45,7 +45,7 @@ def chunks(x, n, dim):
 def allowed(before, after, n) -> set[tuple[int, int]]:
     """(input dim, output dim) of each shard that the rule keeps on an axis of size `n`."""
     rule = call_and_rule(case(torch.ops.aten.view.default, torch.empty(before), list(after)), OneAxis(n))[1]
-    found = [c for c in candidates(rule) if c.factor is not None and _fits(rule, c, n, {})]
+    found = [c for c in candidates(rule) if c.factors and _fits(rule, c, n, {})]
     return {
         (c.inputs[0], c.outputs[0]) for c in found if isinstance(c.inputs[0], int) and isinstance(c.outputs[0], int)
     }

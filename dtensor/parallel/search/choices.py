@@ -16,7 +16,7 @@ from ...prices.links import Network
 from ...prices.links import seconds as collective_seconds
 from ...prices.machine import Machine
 from ...rules import Call, rule_of
-from ...rules.rule import Candidate, Rule, candidates
+from ...rules.rule import TIMES, Candidate, Rule, candidates
 from .states import Moves, State, bucket_bytes
 from .steps import Step, is_free
 from .tape import Op, Value
@@ -29,13 +29,13 @@ class Option:
     Attributes:
         inputs: for each operand; None if it may be in any.
         outputs: for each output; None where that is no tensor.
-        split: into how many parts the work is divided.
+        split: what the work is divided by on the busiest rank.
         extra: seconds of communication inside of the operator.
     """
 
     inputs: tuple[State | None, ...]
     outputs: tuple[State | None, ...]
-    split: int
+    split: float
     extra: float = 0.0
 
 
@@ -155,6 +155,8 @@ class Choices:
         unread = tuple([k in rule.unread and not any(rule.inputs[k]) for k in range(len(step.sources))])
         results = tuple([v is not None for v in step.outputs])
         inside = [(tuple(rule.all_reduces.items()), _size(step))] if rule.all_reduces else []
+        if rule.inside:
+            inside.append((rule.busiest, *[v.bytes for v in step.like.operands]))
         key = tuple(table), tuple(rule.sizes.items()), free, unread, results, *inside
         known = self._alike.get(key)
         if known is None:
@@ -173,13 +175,16 @@ class Choices:
     ) -> Option | None:
         sizes = self.network.sizes
         ways: dict[str, int] = {}
+        cut: dict[tuple[str, ...], int] = {}
         axes: dict[str, tuple[int, ...]] = {}
         for a, (c, n) in enumerate(zip(picked, sizes)):
-            if n == 1 and (c.factor is not None or any(c.inputs)):
+            if n == 1 and (c.factors or any(c.inputs)):
                 return None
-            if c.factor is not None:
-                ways[c.factor] = ways.get(c.factor, 1) * n
-                axes[c.factor] = (*axes.get(c.factor, ()), a)
+            cut[c.factors] = cut.get(c.factors, 1) * n
+            for f in c.factors:
+                ways[f] = ways.get(f, 1) * n
+                if len(c.factors) == 1:
+                    axes[f] = (*axes.get(f, ()), a)
         for factor, n in ways.items():
             if rule.sizes[factor] % n:
                 return None
@@ -189,11 +194,26 @@ class Choices:
                 return None
             ins.append(None if free[k] or unread[k] else tuple([c.inputs[k] for c in picked]))
         outs = tuple([None if v is None else tuple([c.outputs[k] for c in picked]) for k, v in enumerate(step.outputs)])
-        return Option(tuple(ins), outs, prod(ways.values()), self.across(step, rule, axes))
+        split = prod([n for c, n in zip(picked, sizes) if c.factors]) / (rule.busiest(cut) if rule.busiest else 1)
+        inside = self.across(step, rule, axes) + self.passing(step, rule, picked)
+        return Option(tuple(ins), outs, split, inside)
+
+    def passing(self, step: Step, rule: Rule, picked: Sequence[Candidate]) -> float:
+        """Seconds of the collectives inside of an operator that are of the size of operands."""
+        sizes, total, before = self.network.sizes, 0.0, 1
+        for a, (c, n) in enumerate(zip(picked, sizes)):
+            for op, sent, often in rule.inside.get(c.factors, ()):
+                size = 0.0
+                for k in sent:
+                    cut = [m for d, m in zip(picked, sizes) if isinstance(d.inputs[k], int)]
+                    size += step.like.operands[k].bytes / prod(cut)
+                total += before * TIMES[often](n) * collective_seconds(op, size, n, self.network.links[a])
+            before *= n if len(c.factors) > 1 else 1  # a ring along one axis runs in each step along those before
+        return total
 
     def across(self, step: Step, rule: Rule, axes: Mapping[str, tuple[int, ...]]) -> float:
-        """Seconds of the all-reduces inside of an operator that works across the shards of a factor, which `axes` cut:
-        of results about as large as the first one without that factor."""
+        """Seconds of the all-reduces inside of an operator that works across the shards of a factor, which `axes` cut
+        alone: of results about as large as the first one without that factor."""
         if not rule.all_reduces:
             return 0.0
         sizes, total, bytes_ = self.network.sizes, 0.0, _size(step)

@@ -119,7 +119,7 @@ class _Walk:
 
     def _candidates(self, step: Step) -> list[Candidate]:
         rule = self.choices.rule(step)
-        return [c for c in candidates(rule) if c.factor is not None and rule.sizes[c.factor] % self.ranks == 0]
+        return [c for c in candidates(rule) if c.factors and not any(rule.sizes[f] % self.ranks for f in c.factors)]
 
     def _moved(self, t: Tensor, dim: int) -> int | None:
         """Along which dim a view of a weight is cut, if the weight is along `dim`; None if it cannot be."""

@@ -30,6 +30,7 @@ STARTS = {
     "dtensor::all_gather_start": "all_gather",
     "dtensor::all_to_all_start": "all_to_all",
     "dtensor::all_reduce_start": "all_reduce",
+    "dtensor::collective_permute_start": "collective_permute",
     **{
         f"_c10d_functional::{name}{variant}": op
         for name, op in (

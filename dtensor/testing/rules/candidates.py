@@ -215,12 +215,15 @@ def run_candidate(
     decision = carry_out(call, replace(rule, home={}), choice, in_place)  # home={}: outputs keep their layout
     before = counting.count
     out = run(decision, case.func, args, kwargs)
-    made, said = counting.count - before, rule.all_reduces.get(candidate.factor, 0)  # pyright: ignore[reportArgumentType]
+    factors = candidate.factors
+    said = rule.all_reduces.get(factors[0], 0) if len(factors) == 1 else 0
+    said += [op for op, *_ in rule.inside.get(factors, ())].count("all_reduce")
+    made = counting.count - before
     assert made == said, f"{made} all-reduces in the operator, and the rule says {said}"
     for o, want in zip(as_list(out), candidate.outputs):
-        if o is not None and not in_place:
+        if isinstance(o, DTensor) and not in_place:
             assert o._spec.layout is layout_of(want, o.dim())
-    return [None if o is None else o._local_tensor for o in as_list(out)]
+    return [o._local_tensor if isinstance(o, DTensor) else None for o in as_list(out)]
 
 
 class OneAxis:
@@ -284,7 +287,8 @@ def jobs_of(case: Case, n: int) -> list[CandidateJob]:
     call, rule = call_and_rule(case, OneAxis(n))
     check_sizes(case, call, rule)
     operands = tensors((case.args, case.kwargs))
-    dense = as_list(case.func(*mapped(case.args, torch.clone), **mapped(case.kwargs, torch.clone)))
+    made = as_list(case.func(*mapped(case.args, torch.clone), **mapped(case.kwargs, torch.clone)))
+    dense = [x if isinstance(x, torch.Tensor) else None for x in made]
     table = candidates(rule)
     assert len(table) >= case.at_least, f"{case.func}: {len(table)} candidates, expected {case.at_least}"
     jobs = []

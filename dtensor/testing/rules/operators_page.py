@@ -110,7 +110,7 @@ def _row(func: OpOverload, cases: list[Case]) -> Row:
         return Row(family_of(func), name, "decomposed")
     found = _candidates(case)
     shapes = " ".join(f"{list(x.shape)}" for x in tensors((case.args, case.kwargs)))
-    cuts = "; ".join(_arrow(c) for c in found if c.factor is not None)
+    cuts = "; ".join(_arrow(c) for c in found if c.factors)
     return Row(family_of(func), name, "native", shapes, cuts or "nothing", _linear(case))
 
 

@@ -1,6 +1,7 @@
 """The order of the schedule, kept for Inductor."""
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
@@ -36,6 +37,20 @@ def test_products_run_after_the_start_and_the_wait_after_them(bench):
 %relu: f32[4,4] = aten.relu(%wait_tensor)
 return %mm_1, %relu""",
     )
+
+
+def test_attention_runs_after_the_start_and_the_wait_after_it(bench):
+    """Of its results only one is read."""
+
+    def f(x, y):
+        late = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0]
+        return late, ops.all_reduce(y * 2, "sum", bench.tp).relu()
+
+    gm = scheduled(bench, f, (2, 3, 4, 8), (4, 4))
+    assert bench.apply(Pin(), gm) == 1
+    said = bench.text(gm)
+    assert "aten._scaled_dot_product_flash_attention_for_cpu(%x_1, %x_1, %x_1) after [%all_reduce]" in said
+    assert "wait_tensor(%all_reduce) after [%scaled_dot_product_flash_attention_for_cpu]" in said
 
 
 def test_where_nothing_long_runs_in_between_nothing_is_pinned(bench):

@@ -98,14 +98,21 @@ def test_integers_stay_what_they_are(bench):
     assert out.all_input_nodes[0].meta["val"].dtype is torch.int32
 
 
-def test_permutations_stay_and_are_counted(bench):
-    """Which rank a permutation sends to differs from rank to rank, so its kernel may not be in a graph."""
+def test_golden_permutation(bench):
+    """Which rank a permutation sends to differs from rank to rank, so its start looks that up when it runs."""
     gm = bench.trace(lambda x: ops.collective_permute(x * 2, [0, 2, 1, 3], bench.world) + 1, (4, 4))
-    before = bench.text(gm)
-    assert bench.apply(Lower(), gm) == 0
-    assert bench.text(gm) == before
-    assert "dtensor.collective_permute(%mul, [0, 2, 1, 3], world)" in before
-    assert collectives(gm) == [CollectiveInfo("collective_permute", bench.world, 4, 64)]
+    assert bench.apply(Lower(), gm) == 1
+    assert collectives(gm) == [CollectiveInfo("collective_permute", bench.world, 4, 32)]
+    assert_expected_inline(
+        bench.text(gm),
+        """\
+%x_1: f32[4,4] = placeholder
+%mul: f32[4,4] = aten.mul.Tensor(%x_1, 2)
+%collective_permute_start: f32[4,4] = dtensor.collective_permute_start(%mul, [0, 2, 1, 3], world)
+%wait_tensor: f32[4,4] = _c10d_functional.wait_tensor(%collective_permute_start)
+%add: f32[4,4] = aten.add.Tensor(%wait_tensor, 1)
+return %add""",
+    )
 
 
 def test_golden(bench):

@@ -148,14 +148,16 @@ def test_what_is_sent_on_starts_when_it_arrives(bench, exchange):
 
 
 @pytest.mark.parametrize("ahead", [0, None])
-def test_sums_needed_at_the_end_are_waited_for_there(bench, ahead):
-    """Their results stay, in the memory of what they add up: to wait sooner would free nothing."""
+@pytest.mark.parametrize("passed", [False, True])
+def test_sums_needed_at_the_end_are_waited_for_there(bench, ahead, passed):
+    """Their results stay, in the memory of what they add up: to wait sooner would free nothing. What an operator passes
+    to other ranks is waited for as late."""
 
     def f(x, y):
         out = []
         for _ in range(3):
             x = x @ y
-            out.append(ops.all_reduce(x, "sum", bench.tp))
+            out.append(ops.collective_permute(x, [1, 0], bench.tp) if passed else ops.all_reduce(x, "sum", bench.tp))
         return out
 
     gm = lowered(bench, f, (4, 4), (4, 4))
