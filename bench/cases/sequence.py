@@ -1,4 +1,4 @@
-"""sequence: time of causal attention over a sequence that two ranks have cut, for each way there is, compared with one device.
+"""sequence: time of causal attention over a sequence that two ranks have cut, by each way, compared with one device.
 
 Forward and backward, compiled, on loopback. The ways are those of `dtensor.rules.families.attention`: an exchange to
 heads and back, keys and values gathered, and the ring, which operators are made to take here, as they choose the way

@@ -213,8 +213,12 @@ def _collective_permute_start(x: torch.Tensor, senders: list[int], group: str) -
         rank = resolve_process_group(group).rank()
         taken = [int(r == senders[rank]) for r in range(len(senders))]
         given = [int(sender == rank) for sender in senders]
+        alone = rank not in senders
+        if alone:  # c10d refuses to send nothing, so it keeps its own, too
+            taken[rank] = given[rank] = 1
         sent = x.contiguous().view(1, -1).expand(sum(given), -1)
-        return starts(group, x.device).all_to_all(sent.contiguous(), taken, given, group).view(x.shape)
+        received = starts(group, x.device).all_to_all(sent.contiguous(), taken, given, group)
+        return received[int(alone and senders[rank] > rank)].view(x.shape)
 
 
 def meet(group: torch.distributed.ProcessGroup) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dtensor.comm.start_collectives import FUNCTIONAL, OVER_GLOO, starts
 from dtensor.comm.wire_dtypes import CARRIED
-from dtensor.testing import run_ranks
+from dtensor.testing import run_ranks, run_threads
 from dtensor.torch_private.core import c10d
 
 WAIT = c10d.wait_tensor.default
@@ -134,6 +134,29 @@ def test_a_rank_that_does_not_come():
 def test_elsewhere_torchs(fake_mesh):
     group = fake_mesh(4).get_group().group_name
     assert starts(group, torch.device("cpu")) is FUNCTIONAL
+
+
+SENDERS = ([1, 1, 1], [0, 0, 1], [2, 0, 0], [0, 1, 2], [1, 2, 0])
+
+
+def permuted(rank):
+    """Ranks of which several take what one has, and of which nobody takes anything."""
+    group, found = name_of(dist.group.WORLD), []
+    for senders in SENDERS:
+        x = torch.ops.dtensor.collective_permute(torch.full((2, 2), rank), senders, group)
+        found.append(x.unique().tolist())
+    return found
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_threads])
+def test_a_permutation_may_leave_ranks_out(run):
+    assert run(permuted, 3) == [[[senders[rank]] for senders in SENDERS] for rank in range(3)]
+
+
+def test_a_rank_that_nobody_takes_from_sends_to_itself(fake_mesh):
+    """Torch's fake group refuses to send nothing where something is received."""
+    group = fake_mesh(3).get_group().group_name
+    torch.ops.dtensor.collective_permute(torch.ones(2, 2), [1, 1, 1], group)
 
 
 def added_up(rank, n):

@@ -1,6 +1,7 @@
 """Attention whose keys are cut along the sequence and travel, forced to do so, against dense torch."""
 
 import sys
+import threading
 from collections import Counter
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -21,12 +22,37 @@ CHOOSE = sys.modules["dtensor.rules.choose"]
 RING, KEYS = ("s", "t"), ("t",)
 
 
+class Way(threading.local):
+    """The factors whose candidate this thread's operators take, where they have it."""
+
+    factors = None
+
+
+WAY, PRICE = Way(), CHOOSE._price
+
+
+def price(rule, c, *rest):
+    return -1.0 if c.factors == WAY.factors else PRICE(rule, c, *rest)
+
+
 @contextmanager
 def forced(*factors):
-    """Operators take the candidate of these factors, where they have it."""
-    price = CHOOSE._price
-    with patch.object(CHOOSE, "_price", lambda rule, c, *rest: -1.0 if c.factors == factors else price(rule, c, *rest)):
+    """Operators take the candidate of these factors. The ranks are threads that enter at different times."""
+    WAY.factors = factors
+    yield
+    WAY.factors = None
+
+
+@contextmanager
+def in_a_process(*factors):
+    """`forced` on a rank that is a process of its own."""
+    with patch.object(CHOOSE, "_price", price), forced(*factors):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _priced(monkeypatch):
+    monkeypatch.setattr(CHOOSE, "_price", price)
 
 
 def t(seed, *shape, dtype=torch.float64):
@@ -138,7 +164,7 @@ def work(rank, n, backward):
         done.append(query.shape[2] * key.shape[2] * (0.5 if square else 1))
         return found
 
-    with patch.object(attention_blocks._Block, of.__name__, counted), forced(*RING):
+    with patch.object(attention_blocks._Block, of.__name__, counted), in_a_process(*RING):
         q = distribute_tensor(t(0, 1, 1, 16 * n, 8), mesh, [Shard(2)]).requires_grad_()
         F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
     return sum(done)
@@ -161,7 +187,7 @@ def compiled(rank, shape, lengths):
         fullgraph=True,
     )
     cut = [Shard(2)] * len(shape)
-    with forced(*RING), dtensor.compile.statistics() as found:
+    with in_a_process(*RING), dtensor.compile.statistics() as found:
         for length in lengths:
             dense = [t(i, 2, 3, length, 8).requires_grad_() for i in range(3)]
             expected = F.scaled_dot_product_attention(*dense, is_causal=True)
