@@ -161,7 +161,11 @@ def test_values_on_two_axes():
     assert run_ranks(on_two_axes, 4, timeout=600)[0] > 100
 
 
-def test_decisions_are_the_same_in_every_process(tmp_path):
+@pytest.mark.parametrize(
+    "mesh",
+    ["(2,), mesh_dim_names=('tp',)", pytest.param("(2, 2), mesh_dim_names=('dp', 'tp')", marks=pytest.mark.nightly)],
+)
+def test_decisions_are_the_same_in_every_process(mesh):
     """Also where sets and dicts of strings have another order."""
     program = (
         "import hashlib, torch; from tests.parallel.decisions import test_decisions as t;"
@@ -172,7 +176,7 @@ def test_decisions_are_the_same_in_every_process(tmp_path):
         "    return made\n"
         "f.decide = decide\n"
         "with t.fake_ranks(4):\n"
-        "    mesh = t.init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))\n"
+        f"    mesh = t.init_device_mesh('cpu', {mesh})\n"
         "    t.step(t.distribute_model(t.decoder(1), mesh, t.PLAN, outputs={}), t.batch())\n"
     )
     told = set()

@@ -133,12 +133,14 @@ class Model:
             return found
         if found is None or (found.value - self.bound > gap * found.value and left > 1):
             costs = INF if found is None else found.value
-            more = self.solve(gap, left, without=relaxed.reduced > costs - relaxed.value)
+            more = self.solve(gap, left, without=relaxed.reduced > costs - relaxed.value, start=found)
             self.bound = self.bound if more is None else max(self.bound, min(costs, more.bound))
             found = more if found is None or (more is not None and more.value < found.value) else found
         return found
 
-    def solve(self, gap: float, limit: float, *, relaxed: bool = False, without: Any = None) -> Found | None:
+    def solve(
+        self, gap: float, limit: float, *, relaxed: bool = False, without: Any = None, start: Found | None = None
+    ) -> Found | None:
         """Solve it; None if no solution is found.
 
         Args:
@@ -146,6 +148,7 @@ class Model:
             limit: seconds.
             relaxed: without integrality.
             without: for each variable whether it is zero; None if any may be more.
+            start: a solution, below which it is to be; it saves the solver most of its own heuristics.
         """
         kept = self.upper > 0
         if without is not None:
@@ -165,6 +168,10 @@ class Model:
         for name, value in options.items():
             solver.setOptionValue(name, value)
         solver.passModel(self._part(highspy, kept))
+        if start is not None:
+            known = highspy.HighsSolution()
+            known.col_value = start.x[kept].tolist()
+            solver.setSolution(known)
         try:
             solver.run()
         except ValueError:  # "vector::reserve", seen in 1.15 after seconds of branching
