@@ -8,6 +8,7 @@ database and over all layouts.
 from types import ModuleType
 
 from . import (
+    attention,
     call,
     compile,
     doors,
@@ -22,7 +23,6 @@ from . import (
     save,
     scale,
     search,
-    sequence,
     start,
     step,
     watch,
@@ -47,7 +47,7 @@ ORDER = (
     compile,
     start,
     search,
-    sequence,
+    attention,
     predict,
     remedies,
     memory,

@@ -134,8 +134,10 @@ class _Block:
         seen = (mask > -torch.inf).any(-1)  # of a row without any the kernel says 0
         return out, torch.where(seen, lse, -torch.inf)
 
-    def backward(self, grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, mask: Any, causal: bool) -> Any:
-        """The gradients of queries, keys and values by a part."""
+    def backward(self, of_rows: Sequence[Any], key: Any, value: Any, mask: Any, causal: bool) -> Any:
+        """The gradients of queries, keys and values by a part, whose rows have gradients, queries, results and
+        logsumexps."""
+        grad, query, out, lse = of_rows
         operator = getattr(aten, f"{self.kernel}_backward").default
         if self.kernel == CPU:
             return operator(grad, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=self.scale)
@@ -144,6 +146,11 @@ class _Block:
         return operator(
             grad, query, key, value, out, lse.contiguous(), *lengths, 0.0, causal, *unused, scale=self.scale
         )
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which blocks of `x` are added."""
+    return ADDED.get(x.dtype, x.dtype)
 
 
 def _like(x: torch.Tensor, width: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -156,7 +163,7 @@ def _lse_like(x: torch.Tensor, kernel: str) -> torch.Tensor:
     """An empty tensor (batch, heads, length) for a logsumexp, as the kernel makes one."""
     batch, heads, length, _ = x.shape
     if kernel == CPU:
-        return x.new_empty((batch, length, heads), dtype=ADDED.get(x.dtype, x.dtype)).transpose(1, 2)
+        return x.new_empty((batch, length, heads), dtype=_wide(x)).transpose(1, 2)
     return x.new_empty((batch, heads, length), dtype=torch.float32)
 
 
@@ -212,21 +219,20 @@ def _attend_backward(grad: Any, query: Any, key: Any, value: Any, mask: Any, out
         block = _Block(query, key, mask, *said)
         made = tuple([t.zero_() for t in _fake_backward(grad, query, key, value, mask, out, lse, *said)])
         for rows, columns, is_causal in block.parts:
-            given = [t.narrow(2, *rows) for t in (grad, query)]
+            of_rows = [t.narrow(2, *rows) for t in (grad, query, out, lse)]
             k, v = (t.narrow(2, *columns) for t in (key, value))
-            done = [t.narrow(2, *rows) for t in (out, lse)]
-            found = block.backward(*given, k, v, *done, block.of_mask(rows, columns), is_causal)
+            found = block.backward(of_rows, k, v, block.of_mask(rows, columns), is_causal)
             for whole, span, part in zip(made, (rows, columns, columns), found):
                 whole.narrow(2, *span).add_(part)
         return made
 
 
 def _fake_attend(query: Any, key: Any, value: Any, mask: Any, out: Any, lse: Any, *said: Any) -> Any:
-    return _like(query, value.shape[3], ADDED.get(query.dtype, query.dtype)), _lse_like(query, said[2])
+    return _like(query, value.shape[3], _wide(query)), _lse_like(query, said[2])
 
 
 def _fake_backward(grad: Any, query: Any, key: Any, value: Any, mask: Any, out: Any, lse: Any, *said: Any) -> Any:
-    return tuple([_like(t, t.shape[3], ADDED.get(t.dtype, t.dtype)) for t in (query, key, value)])
+    return tuple([_like(t, t.shape[3], _wide(t)) for t in (query, key, value)])
 
 
 for _name, _kernel, _fake in (

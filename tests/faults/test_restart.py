@@ -55,6 +55,7 @@ def orphaned(tmp_path_factory):
     return {step: losses for step, losses in job.curve().items() if step <= 8}, (folder / "errors").read_text()
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_is_started_again(orphaned, tmp_path):
     """On one host, in the fourth step, with torchrun as it is by default."""
     how = {"each": 2, "nodes": "1", "steps": 8, "every": 3, "options": ["--pause", "0.05"]}

@@ -159,7 +159,7 @@ def work(rank, n, backward):
 
     def counted(self, *args):
         found = of(self, *args)
-        query, key = args[1:3] if backward else args[:2]
+        query, key = (args[0][1], args[1]) if backward else args[:2]
         square = args[-1]
         done.append(query.shape[2] * key.shape[2] * (0.5 if square else 1))
         return found

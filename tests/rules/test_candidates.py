@@ -316,10 +316,11 @@ def offered(case):
         if len(found.factors) > 1:
             told.append(f"together={''.join([names[f] for f in found.factors])}")
             continue
-        name = names[found.factors[0]]
+        factor = next(iter(found.factors))
+        name = names[factor]
         for dims, state in zip((*terms, *results), (*found.inputs, *found.outputs)):
             if isinstance(state, int):
-                sign = f"({name})" if shares_dim(rule, found.factors[0]) else name
+                sign = f"({name})" if shares_dim(rule, factor) else name
                 dims[state] = sign if dims[state] == "1" else dims[state] + sign
         added = [f"{name}:+{i}" for i, x in enumerate(found.inputs) if isinstance(x, str)]
         reduced = [] if set(ops) == {"-"} else [f"{name}:{ops[0] if len(set(ops)) == 1 else ','.join(ops)}"]

@@ -154,7 +154,7 @@ class Choices:
         free = tuple([all(t.plain for t in source) for source in step.sources])
         unread = tuple([k in rule.unread and not any(rule.inputs[k]) for k in range(len(step.sources))])
         results = tuple([v is not None for v in step.outputs])
-        inside = [(tuple(rule.all_reduces.items()), _size(step))] if rule.all_reduces else []
+        inside: list[Any] = [(tuple(rule.all_reduces.items()), _size(step))] if rule.all_reduces else []
         if rule.inside:
             inside.append((rule.busiest, *[v.bytes for v in step.like.operands]))
         key = tuple(table), tuple(rule.sizes.items()), free, unread, results, *inside

@@ -105,7 +105,7 @@ def values(rank: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = distribute_model(decoder(), mesh, PLAN, outputs={}, batch=batch(4, 8))
-        compared(model, model, [(4, 8), (3, 5), (5, 7)])
+        compared(model, model, [(4, 8), (5, 7)])
         twin = copy.deepcopy(model)  # which has decisions of its own
         compared(twin, twin, [(5, 7)])
         torch.manual_seed(0)
