@@ -54,7 +54,7 @@ class Value(NamedTuple):
 
 
 def _llama() -> torch.nn.Module:
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "vocab_size": 1024}
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 1, "vocab_size": 1024}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, max_position_embeddings=256))
 
@@ -181,7 +181,7 @@ def drawn() -> str:
         left = LEFT + PANEL * k
         out.append(_text(left, 24, title, 'font-weight="bold"'))
         out.append(
-            _text(left, 44, f"whole step of two blocks and the head: {graph.sent / 1e6:.1f} MB", f'fill="{GRAY}"')
+            _text(left, 44, f"whole step of the block and the head: {graph.sent / 1e6:.1f} MB", f'fill="{GRAY}"')
         )
         for rank in (0, 1):
             x = left + (WIDTH + 14) * rank

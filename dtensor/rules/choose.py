@@ -1,8 +1,7 @@
 """Chooses the layouts in which an operator runs, from its rule and the operands' layouts.
 
 On each mesh axis the cheapest candidate wins, the one whose operands cost least to redistribute. Ties go to
-replication, then to candidates that fit any size, then to those that cut evenly, then to the rule's order. The choice
-is the same on every rank.
+replication, then to candidates that fit any size, then to the rule's order. The choice is the same on every rank.
 """
 
 from collections.abc import Sequence
@@ -103,7 +102,7 @@ def _cheapest(
     `_fits` is checked last and only for a candidate that would win, because on a symbolic size it adds a guard.
     """
     best, least, n = None, inf, network.sizes[axis]
-    for c in sorted(table, key=lambda c: (any(shares_dim(rule, f) for f in c.factors), _is_uneven(rule, c, n, shared))):
+    for c in sorted(table, key=lambda c: any(shares_dim(rule, f) for f in c.factors)):
         if in_place and not _keeps(rule, c):
             continue
         price = _price(rule, c, operands, axis, network, least, in_place)
@@ -112,12 +111,6 @@ def _cheapest(
     assert best is not None, "replication is always possible"
     _count(best, n, shared)
     return best
-
-
-def _is_uneven(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
-    """Whether ranks would have unequal parts; of a symbolic size that is not asked."""
-    sizes = [(rule.sizes[f], n * shared.get(f, 1)) for f in c.factors]
-    return any(isinstance(size, int) and size % parts != 0 for size, parts in sizes)
 
 
 def _count(c: Candidate, n: int, shared: dict[Factor, int]) -> None:
@@ -235,7 +228,8 @@ MOVES: dict[tuple[type, type], str] = {
 
 def _move(spec: Spec, have: Any, want: Any, axis: int, network: Network) -> float:
     n, link = network.sizes[axis], network.links[axis]
-    size = _bytes(spec, axis, network)
+    padding = [_padding(spec, d, axis, network) for d in (have, want) if isinstance(d, int)]
+    size = _bytes(spec, axis, network) * max(padding, default=1.0)
     op = MOVES.get((type(have), type(want)))
     if op is None:
         gather = "all_gather" if isinstance(have, int) else "all_reduce"
@@ -247,6 +241,13 @@ def _bytes(spec: Spec, axis: int, network: Network) -> float:
     """Bytes of an operand on a rank, if it were whole along the axis."""
     others = prod(network.sizes[a] for a in spec.layout.sharded_axes if a != axis)
     return spec.dtype.itemsize * prod(map(hint, spec.shape)) / others
+
+
+def _padding(spec: Spec, dim: int, axis: int, network: Network) -> float:
+    """How much longer a dim is with the padding that uneven shards are moved with."""
+    length = hint(spec.shape[dim])
+    parts = prod([network.sizes[a] for a in {axis, *spec.layout.dims[dim]}])
+    return -(-length // parts) * parts / length if length else 1.0
 
 
 def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], in_place: bool) -> Choice:

@@ -51,6 +51,7 @@ def test_all_doors_train_alike(name):
     assert {"styles", "sequence", "placements", "auto", TORCH_FSDP} <= found.keys()
 
 
+@pytest.mark.nightly
 def test_by_hand_each_pair_of_layers_is_summed_up_once():
     """The figure that all others are compared with: four sums of the activations each way, and nothing beside."""
     found = doors.count("styles", "vit", "2", TRAINING)

@@ -24,18 +24,25 @@ NOT_RUN = {
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 """The README is run by `test_readme`."""
 
+LONG = ("guides/search.md", "guides/slow_links.md")
+"""Pages that search for plans, and so are run at night."""
+
 
 def run_page(rank, page, folder, inner):
     run_blocks(page, folder, inner)
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.nightly] if page in LONG else []) for page in WITH_PYTHON]
+)
 def test_python_runs(page, tmp_path):
     run_ranks(run_page, 2, page, str(tmp_path), "aot_eager")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("page", WITH_PYTHON)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.nightly] if page in LONG else []) for page in WITH_PYTHON]
+)
 def test_python_runs_under_inductor(page, tmp_path):
     run_ranks(run_page, 2, page, str(tmp_path), None)
 

@@ -211,6 +211,7 @@ class Own(torch.optim.Optimizer):
                 p.add_(state["mean"], alpha=-group["lr"])
 
 
+@pytest.mark.nightly
 def test_a_class_of_the_user(safe_folder, own_caches):
     check(trained, safe_folder / "step.package", Own)
 
@@ -364,6 +365,7 @@ def test_what_cannot_be_kept_is_named(safe_folder, own_caches):
     assert "neither a parameter, nor a gradient, nor in the optimizer's state; put it" in said
 
 
+@pytest.mark.nightly
 def test_what_dynamo_leaves_to_python_is_not_missed(safe_folder, own_caches):
     """A fused step: there is nothing to compile in it, and in a strict job that is no error."""
 

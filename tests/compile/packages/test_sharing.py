@@ -125,6 +125,7 @@ def limited(rank, *args):
         os.environ.pop(sharing.LIMIT) if before is None else os.environ.__setitem__(sharing.LIMIT, before)
 
 
+@pytest.mark.nightly
 def test_there_is_a_limit(own_caches):
     found = run_ranks(limited, 2, programs.small, programs.batch())
     assert found[0][0] == found[1][0]

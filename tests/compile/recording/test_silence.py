@@ -115,7 +115,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("slow", CASES)
+@pytest.mark.parametrize(
+    "slow", [pytest.param(slow, marks=[] if slow is slow_pass else [pytest.mark.nightly]) for slow in CASES]
+)
 def test_no_rank_is_silent(slow, tmp_path):
     gaps = run_ranks(told, 2, slow, str(tmp_path), PACE)
     logs = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]

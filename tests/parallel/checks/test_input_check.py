@@ -78,9 +78,10 @@ def tokens(seed):
     return torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(seed))
 
 
-def by_day(*ways):
-    """These ways by day, `backend="dtensor"` under Inductor at night: "plain" has Inductor, "compiled" the backend."""
-    return [pytest.param(how, marks=[pytest.mark.nightly] if how == "inductor" else []) for how in ways]
+def by_day(*ways, late=("inductor",)):
+    """Ways, some of which are of the night: `backend="dtensor"` under Inductor, as "plain" has Inductor and "compiled"
+    the backend."""
+    return [pytest.param(how, marks=[pytest.mark.nightly] if how in late else []) for how in ways]
 
 
 @pytest.mark.parametrize("how", by_day(*WAYS))
@@ -99,7 +100,7 @@ def test_other_batches_are_an_error_on_all_ranks(rank, how):
         steps(run, [tokens(rank)] * 3)
 
 
-@pytest.mark.parametrize("how", by_day("eager", "compiled", "inductor"))
+@pytest.mark.parametrize("how", by_day("eager", "compiled", "inductor", late=("eager", "inductor")))
 @with_ranks(2)
 def test_the_same_batches_train_and_a_later_difference_is_seen(rank, how):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

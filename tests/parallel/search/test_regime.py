@@ -82,6 +82,7 @@ def test_gradients_are_rounded_and_otherwise_the_same():
     assert all(g.dtype == torch.float64 for g in gradients.values())
 
 
+@pytest.mark.nightly
 @with_ranks(2)
 def test_a_plan_with_both_is_compiled(rank):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

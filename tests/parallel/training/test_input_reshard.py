@@ -19,10 +19,7 @@ MLP = MLPModule("cpu")  # one for all threads, which share a random generator
 @pytest.fixture(autouse=True)
 def few_objects():
     """Of half a million living objects `saved` looks at those that a test has made."""
-    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def mlp():
