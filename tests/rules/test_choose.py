@@ -95,6 +95,20 @@ def test_the_first_of_equals_is_taken(fake_mesh):
     assert chosen(SAME, specs(fake_mesh(4), "S(0)", "S(1)")) == "S(0) S(0) -> S(0)"
 
 
+def test_padding_is_paid_for(fake_mesh):
+    """A batch of one that four ranks exchange is sent four times, three heads one and a third, eight heads once."""
+    mesh, whole = fake_mesh(4), frozenset("s")
+    for heads, padded in ((8, 1.0), (3, 4 / 3)):
+        rule = Rule((dims("bhs"),), (dims("bhs"),), {"b": 1, "h": heads, "s": 64}, blocked=whole)
+        operands = specs(mesh, "S(2)", shape=(1, heads, 64))
+        assert chosen(rule, operands) == "S(1) -> S(1)"
+        (rows,) = weigh(rule, operands)
+        found = {"".join(w.candidate.factors): w.seconds for w in rows}
+        part = heads * 64 * 4 / 4
+        assert found["b"] == seconds("all_to_all", 4 * part, 4, DEFAULT)
+        assert found["h"] == pytest.approx(seconds("all_to_all", padded * part, 4, DEFAULT))
+
+
 def test_each_axis_by_itself(fake_mesh):
     mesh = fake_mesh(2, 2)
     assert chosen(MM, specs(mesh, "S(0)R", "RS(1)")) == "S(0)R RS(1) -> S(0)S(1)"

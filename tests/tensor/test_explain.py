@@ -58,8 +58,8 @@ aten.view.default [rule: runs on local tensors by its rule]
   self torch.float32[2, 3, 8] S(1) -> torch.float32[6, 8] S(1)
   on mesh axis 0 of 2 ranks:
       10.01 us  R -> R
-      10.00 us  S(0) -> S(0)
-  *   10.00 us  S(2) -> S(1)
+      10.01 us  S(0) -> S(0)
+  *   10.01 us  S(2) -> S(1)
       11.01 us  P -> P
       11.01 us  P(avg) -> P(avg)
   self is redistributed, 64 bytes, 10.01 us:
