@@ -229,11 +229,12 @@ MOVES: dict[tuple[type, type], str] = {
 def _move(spec: Spec, have: Any, want: Any, axis: int, network: Network) -> float:
     n, link = network.sizes[axis], network.links[axis]
     padding = [_padding(spec, d, axis, network) for d in (have, want) if isinstance(d, int)]
-    size = _bytes(spec, axis, network) * max(padding, default=1.0)
+    whole = _bytes(spec, axis, network)
+    size = whole * max(padding, default=1.0)
     op = MOVES.get((type(have), type(want)))
     if op is None:
         gather = "all_gather" if isinstance(have, int) else "all_reduce"
-        return seconds(gather, size, n, link) + seconds("partial", size, n, link)
+        return seconds(gather, size, n, link) + seconds("partial", whole, n, link)
     return seconds(op, size / n if op == "all_to_all" else size, n, link)
 
 
