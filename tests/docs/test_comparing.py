@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 
+import pytest
 from click.testing import CliRunner
 
 from dtensor.testing import run_ranks
@@ -40,6 +41,7 @@ def run(line, folder):
     )
 
 
+@pytest.mark.nightly
 def test_the_example_prints_what_the_guide_shows(tmp_path, monkeypatch):
     (commands,) = [text for _, text in blocks(PAGE, "bash") if EXAMPLE in text]
     (printed,) = [text for _, text in blocks(PAGE, "text") if EXAMPLE in text]

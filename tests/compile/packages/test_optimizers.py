@@ -128,6 +128,7 @@ def two_groups(parameters):
     return torch.optim.AdamW([{"params": [first], "lr": 0.2}, {"params": rest, "weight_decay": 0.5}], lr=0.1)
 
 
+@pytest.mark.nightly
 def test_two_groups(safe_folder, own_caches):
     check(trained, safe_folder / "step.package", two_groups)
 

@@ -110,6 +110,7 @@ def trained(model, x, write):
     return [*[o.detach() for o in outputs], leaf.grad, *grads]
 
 
+@pytest.mark.nightly
 @with_ranks(2)
 def test_plain_results_beside_sharded_parameters(rank):
     """Views of one tensor as results, written to afterwards: as on one device."""

@@ -133,6 +133,7 @@ def test_sizes_and_floats_and_what_is_no_input(rank):
         heard(model, torch.ones(4 + 4 * rank, 16))
 
 
+@pytest.mark.nightly
 @with_ranks(2)
 def test_a_graph_looks_at_what_a_taken_value_is_computed_from(rank):
     """The gate is used before the style takes the product; of two inputs the one that differs is found."""

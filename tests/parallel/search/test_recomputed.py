@@ -98,6 +98,7 @@ def test_the_forward_runs_twice_where_the_plan_says_so():
     assert run_threads(counted, 2)[0] == [2, 1, 2, 1]
 
 
+@pytest.mark.nightly
 @with_ranks(2)
 def test_a_compiled_model_recomputes(rank):
     model, batch = made("decoder")

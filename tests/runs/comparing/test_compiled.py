@@ -65,6 +65,7 @@ def agree(folder, *pairs, least):
         assert len(found.pairs) > least, (a, b)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("dtype", "layers"), [pytest.param(torch.float32, 1, id="sp-float32")])
 @with_ranks(2, timeout=300)
 def test_passes_on_and_off_agree(rank, dtype, layers, on_one_device):
