@@ -48,8 +48,8 @@ ROOMS = {
     "dtensor.rules": [
         ["rule"],
         ["call"],
-        ["attention_blocks", "choose", "local_calls", "notation", "sampling"],
-        ["plan"],
+        ["attention_blocks", "choose", "grouped_rows", "local_calls", "notation", "sampling"],
+        ["expert_layers", "plan"],
         ["bind"],
         ["families"],
         ["lookup"],

@@ -16,6 +16,7 @@ from .styles.rowwise import RowwiseParallel
 from .styles.sequence import SequenceParallel
 from .styles.style import ParallelStyle
 from .training.clip_grad_norm import clip_grad_norm_
+from .training.experts import expert_gate, experts
 from .training.input_reshard import input_reshard
 from .training.loss import linear_cross_entropy, loss_parallel
 
@@ -32,6 +33,8 @@ __all__ = [
     "SequenceParallel",
     "clip_grad_norm_",
     "enable_fsdp1",
+    "expert_gate",
+    "experts",
     "fully_shard",
     "input_reshard",
     "linear_cross_entropy",

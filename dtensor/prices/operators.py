@@ -78,6 +78,8 @@ def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -
         return 0.0
     if func._schema.name.startswith(ATTENTION):
         return _attention(func, args, kwargs)
+    if func._schema.name in GROUPED:
+        return _grouped(func, args, kwargs)
     count: Any = flop_registry.get(func.overloadpacket)
     if count is None:
         return 0.0
@@ -87,10 +89,38 @@ def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -
         return 0.0
 
 
+def _named(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {a.name: value for a, value in zip(func._schema.arguments, args)} | dict(kwargs)
+
+
+GROUPED: Mapping[str, tuple[str, tuple[str, ...], int]] = {
+    "dtensor::experts": ("index", ("up", "down"), 1),
+    "dtensor::experts_backward": ("index", ("up", "down"), 2),
+    "dtensor::rows_by_group": ("x", ("w",), 1),
+    "dtensor::rows_within_groups": ("x", ("y",), 1),
+    "transformers::grouped_mm_fallback": ("input", ("weight",), 1),
+    "transformers::grouped_mm_fallback_backward": ("input", ("weight",), 2),
+}
+"""Operators that multiply rows by the matrices of their groups -> the operand whose elements or rows are counted, the
+matrices, and how many products there are with each."""
+
+
+def _grouped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """Operations of products of rows with one matrix each. A rank with some of the groups has that part of the rows."""
+    named = _named(func, args, kwargs)
+    counted, matrices, times = GROUPED[func._schema.name]
+    rows = prod(named[counted]) if counted == "index" else named[counted][0]
+    if counted == "x":
+        groups = named["ends"][0]
+        inner = named["x"][1] * named[matrices[0]][-1]
+        return 2.0 * rows * inner * groups / max(named["of"], 1)
+    return 2.0 * times * rows * sum(prod(named[m][1:]) for m in matrices)
+
+
 def _attention(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     """Operations of the products of queries by keys and of what results by values, in the backward of the first again,
     and of two more for each. If it is causal, half of each is skipped (Dao, "FlashAttention-2", 2023)."""
-    named = {a.name: value for a, value in zip(func._schema.arguments, args)} | dict(kwargs)
+    named = _named(func, args, kwargs)
     query, key, value = (named[name] for name in ("query", "key", "value"))
     sent, read = query[-2], key[-2]
     backward = "_backward" in func._schema.name

@@ -220,6 +220,7 @@ class LibraryRule(Rule):
             factor) is about that factor only.
         home: output -> the argument to whose layout it is redistributed.
         all_reduces: factors, and how many all-reduces `local` takes over each mesh axis that shards one of them.
+        own_inputs, own_outputs: arguments and outputs, as in `rule.Rule`.
         inside: collectives of `local`, each as factors, its name, arguments, and how often it runs, as in `rule.Rule`.
         unread, written, local, across, refuses_empty, shape_arg, together, busiest: as in `rule.Rule`.
     """
@@ -229,6 +230,8 @@ class LibraryRule(Rule):
     last: str | Iterable[str] = field(default="", kw_only=True)
     unread: Argument | Sequence[Argument] = field(default=(), kw_only=True)
     written: Argument | Sequence[Argument] = field(default=(), kw_only=True)
+    own_inputs: Argument | Sequence[Argument] = field(default=(), kw_only=True)
+    own_outputs: Sequence[int] = field(default=(), kw_only=True)
     whole: Sequence[int | tuple[int, str]] = field(default=(), kw_only=True)
     home: Mapping[int, Argument] = field(default_factory=dict[int, Argument], kw_only=True)
     local: Callable[[Any], Any] | None = field(default=None, kw_only=True)
@@ -258,13 +261,13 @@ class LibraryRule(Rule):
     def arguments(self) -> list[Argument]:
         kept = [a for group, _ in self.keeps for a in several(group)]
         inside = [argument for *_, arguments, _ in self.inside for argument in arguments]
-        named = [*several(self.unread), *several(self.written), *self.home.values(), *inside]
+        named = [*several(self.unread), *several(self.written), *several(self.own_inputs), *self.home.values(), *inside]
         return [*super().arguments(), *kept, *named]
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
         count = len(self.parsed.outputs)
-        outputs = [*(w[0] if isinstance(w, tuple) else w for w in self.whole), *self.home]
+        outputs = [*(w[0] if isinstance(w, tuple) else w for w in self.whole), *self.home, *self.own_outputs]
         if wrong := [i for i in outputs if i not in range(count)]:
             raise ArgumentError(f"{self.text!r} has no output {wrong[0]}; its outputs are 0 to {count - 1}")
 

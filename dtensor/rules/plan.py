@@ -189,6 +189,8 @@ class _Planner:
             "keeps": tuple([(group, ops) for group, ops in kept if group]),
             "unread": self._operands(several(rule.unread)),
             "written": self._operands(several(rule.written)),
+            "own_inputs": self._operands(several(rule.own_inputs)),
+            "own_outputs": frozenset([k for k, i in outputs if i in rule.own_outputs]),
             "whole": frozenset([k for k, i in outputs if i in rule.whole])
             | {(k, g) for k, i in outputs for j, g in pairs if i == j},
             "home": {k: min(operands) for k, operands in homes.items() if operands},

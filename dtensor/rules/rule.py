@@ -52,6 +52,9 @@ class Rule:
             not sums: an increasing function of a maximum is the maximum of its values, a decreasing one the minimum.
         blocked: factors that may not be sharded.
         addends: operands added to a reduced result; they become Partial where a factor is reduced.
+        own_inputs, own_outputs: operands that only the backward of an operator reads, and the outputs in which the
+            operator makes them: where they lack a reduced factor, a rank makes and reads what belongs to its own shard.
+            They are Partial(max) there, with -inf for what belongs to others; what was whole is whole on every rank.
         unread: operands whose values are not read; they are moved only if their shard determines the local shape.
         whole: outputs that stay Replicate even if they lack a sharded factor, as `local` reduces them; a pair (output,
             factor) applies to that factor only.
@@ -83,6 +86,8 @@ class Rule:
     keeps: tuple[tuple[frozenset[int], Mapping[str, str]], ...] = ()
     blocked: frozenset[Factor] = frozenset()
     addends: frozenset[int] = frozenset()
+    own_inputs: frozenset[int] = frozenset()
+    own_outputs: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
     whole: frozenset[int | tuple[int, Factor]] = frozenset()
     written: frozenset[int] = frozenset()
@@ -135,13 +140,14 @@ def _shard(rule: Rule, factors: tuple[Factor, ...]) -> Candidate | None:
         where = _place(d, factors, rule.sizes)
         if where == -1:
             return None
-        ins.append(op if where is None and i in rule.addends else where)
+        own = "max" if op is not None and i in rule.own_inputs else None
+        ins.append(where if where is not None else op if i in rule.addends else own)
     for i, d in enumerate(rule.outputs):
         where = _place(d, factors, rule.sizes) if d is not None else None
         lacks = where is None and d is not None and i not in rule.whole and (i, factor) not in rule.whole
         if where == -1 or (lacks and op is None):
             return None
-        outs.append(op if lacks else where)
+        outs.append(("max" if i in rule.own_outputs else op) if lacks else where)
     return Candidate(factors, tuple(ins), tuple(outs))
 
 

@@ -7,6 +7,7 @@ from torch import fx
 
 from dtensor.rules.attention_blocks import attend, attend_backward
 from dtensor.rules.families.attention import FUSED
+from dtensor.rules.grouped_rows import rows_by_group, rows_within_groups
 
 from ..graph import ir, ordered
 from ..stages import Compilation, Pass
@@ -17,7 +18,7 @@ LONG = frozenset(
     (
         *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default),
         *(getattr(aten, f"{name}{end}").default for name in FUSED for end in ("", "_backward")),
-        *(attend, attend_backward),
+        *(attend, attend_backward, rows_by_group, rows_within_groups),
     )
 )
 """Calls of library kernels that take long and are not fused with others."""

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor import Shard, distribute_tensor
 from dtensor.rules import SHAPES
-from dtensor.rules.families.matmul import _with_long_rows
+from dtensor.rules.grouped_rows import aligned
 from dtensor.testing import with_threads
 from dtensor.testing.rules.candidates import case as c
 from dtensor.testing.rules.candidates import floats as f
@@ -138,7 +138,7 @@ def test_rows_or_columns_start_at_multiples_of_16_bytes(shape, dtype):
     x = f(*shape).to(dtype)
     still = [x[..., :1].expand(shape), x[..., :1, :].expand(shape).mT, x[..., :1, :1].expand(shape)]
     for given in (x, x.mT, *still, x.unsqueeze(-1).expand(*shape, 2)[..., 1], x[..., 1:], x[:, ::2]):
-        made = _with_long_rows(given)
+        made = aligned(given)
         assert torch.equal(made, given)
         assert 1 in made.stride()[-2:]
         turned = made.stride(-1) != 1
@@ -148,8 +148,8 @@ def test_rows_or_columns_start_at_multiples_of_16_bytes(shape, dtype):
         if made.untyped_storage().data_ptr() != given.untyped_storage().data_ptr():
             assert rows.stride(-2) * dtype.itemsize < rows.shape[-1] * dtype.itemsize + 16
     long = f(2, 4, 16).to(dtype)
-    assert _with_long_rows(long) is long
-    assert _with_long_rows(long.mT).data_ptr() == long.data_ptr()
+    assert aligned(long) is long
+    assert aligned(long.mT).data_ptr() == long.data_ptr()
 
 
 @with_threads(2)

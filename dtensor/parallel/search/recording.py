@@ -27,6 +27,7 @@ from ...torch_private.core import (
     tree_map,
 )
 from ..whole_model.distribute_model import on_first
+from ..whole_model.expert_modules import using_operator
 from ..whole_model.inputs import arguments_of, mapped_arguments, parameter_names
 from ..whole_model.plan import INPUT as ARRIVING
 from ..whole_model.plan import OUTPUT as LEAVING
@@ -288,6 +289,7 @@ def record(
 
     try:
         with (
+            using_operator(model),
             mode,
             _borders(model, recorder),
             _recomputed(model, recomputed, recorder),

@@ -26,6 +26,7 @@ from ..modules.distribute_module import DISTRIBUTED, distribute_parameter
 from ..modules.forward_wrapping import wrap_call, wrap_forward
 from ..modules.replaced import following
 from .by_name import at_borders, chosen_placements, fitting
+from .expert_modules import use_operator
 from .inputs import (
     Placements,
     check_names,
@@ -115,6 +116,7 @@ def distribute_model(
     around: dict[str, dict[str, Activation]] = {}
     recomputed: list[str] = []
     sent: torch.dtype | None = None
+    planned = isinstance(placements, Plan)
     if isinstance(placements, Plan):
         plan, placements = placements, placements.parameters
         check_mesh(plan, mesh)
@@ -152,6 +154,7 @@ def distribute_model(
                 if b not in buffers:  # a shared buffer stays shared
                     buffers[b] = distribute_tensor(b, mesh, chosen[b], src_data_rank=src_data_rank)
                 module._buffers[name] = buffers[b]
+    use_operator(model, always=planned)
     for name in recomputed:
         wrap_call(model.get_submodule(name), functools.partial(checkpoint, use_reentrant=False))
     if not found:

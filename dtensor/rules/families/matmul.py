@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..bind import rule_for, rule_table
 from ..call import Call, LocalCall, shape_for
+from ..grouped_rows import aligned
 from ..local_calls import empty_outputs, has_empty_shard, unless_empty
 from ..notation import Rule, library_rule
 
@@ -77,18 +77,7 @@ def _of_groups(call: LocalCall) -> Any:
     """The kernel takes rows of a multiple of 16 bytes, which the rows of a shard need not be, so they are padded."""
     if has_empty_shard(call):
         return empty_outputs(call)
-    return call.run(self=_with_long_rows(call["self"]), mat2=_with_long_rows(call["mat2"]))
-
-
-def _with_long_rows(x: torch.Tensor) -> torch.Tensor:
-    """The same matrices, laid out so that each row (or column, if transposed) starts at a multiple of 16 bytes."""
-    if x.stride(-1) != 1:
-        return _with_long_rows(x.mT).mT if x.stride(-2) == 1 else _with_long_rows(x.contiguous())
-    short = -x.shape[-1] % (16 // x.itemsize)
-    steps = (*x.stride()[:-1], x.storage_offset())
-    if all(isinstance(n, int) and n * x.itemsize % 16 == 0 for n in steps):
-        return x
-    return F.pad(x, (0, short))[..., : x.shape[-1]]
+    return call.run(self=aligned(call["self"]), mat2=aligned(call["mat2"]))
 
 
 def _groups(text: str, reduce: str = "") -> Rule:

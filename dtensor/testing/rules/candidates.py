@@ -294,7 +294,10 @@ def jobs_of(case: Case, n: int) -> list[CandidateJob]:
     jobs = []
     for found in table:
         if _fits(rule, found, n, {}) and all(map(can_be, operands, found.inputs)):
-            pieces = [cut(x, s, n) for x, s in zip(operands, found.inputs)]
+            pieces = [
+                cut(x, None if i in rule.own_inputs and s == "max" else s, n)
+                for i, (x, s) in enumerate(zip(operands, found.inputs))
+            ]
             for i in rule.unread:
                 pieces[i] = [torch.full_like(p, 99) for p in pieces[i]]
             jobs.append(CandidateJob(case, found, pieces, dense))
