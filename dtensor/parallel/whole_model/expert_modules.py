@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, MixedTensorError
 from ...layout.placements import Shard
 from ...rules.expert_layers import gate_name
 from ...tensor.tensor import DTensor
@@ -67,7 +67,7 @@ def _change(module: Any) -> bool:
     up = up.to_local() if isinstance(up, DTensor) else up
     try:
         gate = gate_name(_gate(module), up.detach(), up.shape[-1])
-    except ArgumentError:
+    except (ArgumentError, MixedTensorError):
         return False
     setattr(module, GATE, gate)
     sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
