@@ -117,13 +117,15 @@ class Choices:
     def made(self, steps: Sequence[Step]) -> set[str]:
         """Reduce ops of partial tensors that some step makes of what is not partial, or of what others make; and "sum".
 
-        To take a tensor in another partial state would be to make it partial first, which saves nothing.
+        To take a tensor in another partial state would be to make it partial first, which saves nothing. What an
+        operator makes for its backward alone does not count.
         """
         ways = [
-            ({x for x in c.inputs if isinstance(x, str)}, {x for x in c.outputs if isinstance(x, str)})
+            tuple([{x for x in side if isinstance(x, str)} for side in shared_terms(rule, c)])
             for step in steps
             if not step.plain and not step.border and step.sources
-            for c in candidates(self.rule(step))
+            for rule in [self.rule(step)]
+            for c in candidates(rule)
         ]
         found, before = {"sum"}, 0
         while before < len(found):
@@ -150,7 +152,11 @@ class Choices:
         table = [
             c for c in candidates(rule) if not (step.in_place and 0 not in rule.unread and c.inputs[0] != c.outputs[0])
         ]
-        table = [c for c in table if all(not isinstance(x, str) or x in partial for x in (*c.inputs, *c.outputs))]
+        table = [
+            c
+            for c in table
+            if all(not isinstance(x, str) or x in partial for side in shared_terms(rule, c) for x in side)
+        ]
         free = tuple([all(t.plain for t in source) for source in step.sources])
         unread = tuple([k in rule.unread and not any(rule.inputs[k]) for k in range(len(step.sources))])
         results = tuple([v is not None for v in step.outputs])
@@ -236,6 +242,12 @@ class Choices:
         first = next((v for v in step.outputs if v is not None), None)
         dtype = first.like.dtype if first is not None else torch.float32
         return parts * self.machine.seconds(step.flops / option.split / parts, moved / parts, dtype, step.launches)
+
+
+def shared_terms(rule: Rule, c: Candidate) -> tuple[list[Any], list[Any]]:
+    """The states of operands and outputs, without those that an operator makes for its backward alone."""
+    ins = [x for k, x in enumerate(c.inputs) if k not in rule.own_inputs]
+    return ins, [x for k, x in enumerate(c.outputs) if k not in rule.own_outputs]
 
 
 def _size(step: Step) -> int:

@@ -27,18 +27,20 @@ GATE = "_dtensor_gate"
 
 def use_operator(model: nn.Module, *, always: bool) -> None:
     """Let the layers of experts of a model run as one operator: all, or those whose matrices are not cut inside."""
+    traced: dict[Any, str] = {}
     for module in _layers(model):
         if always or not _is_cut_inside(module):
-            _change(module)
+            _change(module, traced)
 
 
 @contextmanager
 def using_operator(model: nn.Module) -> Iterator[None]:
     """Context in which the layers of experts of a model run as one operator."""
+    traced: dict[Any, str] = {}
     with ExitStack() as stack:
         for module in _layers(model):
             config = module.config
-            if _change(module):
+            if _change(module, traced):
                 stack.callback(setattr, module, "config", config)
                 stack.callback(delattr, module, GATE)
         yield
@@ -61,19 +63,33 @@ def _fits(module: Any) -> bool:
     )
 
 
-def _change(module: Any) -> bool:
-    """Let a layer run as one operator; False if what it has between both products holds tensors, so that it cannot."""
+def _change(module: Any, traced: dict[Any, str]) -> bool:
+    """Let a layer run as one operator; False if what it has between both products holds tensors, so that it cannot.
+
+    `traced` has what was traced for layers before: tracing takes a tenth of a second, and layers are alike.
+    """
     up, _ = _matrices(module)
     up = up.to_local() if isinstance(up, DTensor) else up
+    alike = _says(module), up.dtype, up.device, up.shape[-1]
     try:
-        gate = gate_name(_gate(module), up.detach(), up.shape[-1])
+        gate = traced.get(alike) or gate_name(_gate(module), up.detach(), up.shape[-1])
     except (ArgumentError, MixedTensorError):
         return False
+    traced[alike] = gate
     setattr(module, GATE, gate)
     sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
     module.config = copy.copy(module.config)
     module.config._experts_implementation = NAME
     return True
+
+
+def _says(module: Any) -> Any:
+    """What tells the code of a layer from that of others: its classes, its configuration, and the values it holds."""
+    simple = (bool, int, float, str, type(None))
+    held = [
+        (type(m), tuple(sorted((k, v) for k, v in vars(m).items() if isinstance(v, simple)))) for m in module.modules()
+    ]
+    return id(module.config), tuple(held)
 
 
 def _is_cut_inside(module: Any) -> bool:
