@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.compile import statistics
+from dtensor.compile import dump, statistics
 from dtensor.parallel import expert_gate, experts
 from dtensor.rules import grouped_rows
 from dtensor.rules.expert_layers import GATES
@@ -151,14 +152,14 @@ def test_tokens_are_gathered_and_results_scattered():
     run_threads(rank, 2)
 
 
-def compiled_on_rank(rank: int) -> int:
+def compiled_on_rank(rank: int, folder: str) -> int:
     mesh, name = init_device_mesh("cpu", (2,)), gate()
 
     def compute(index, x, weight, *rest):
         return experts(x, index, weight, *rest, gate=name)
 
     run, checked = torch.compile(compute, backend="aot_eager", dynamic=True), 0
-    with statistics() as found:
+    with statistics() as found, dump(folder):
         for tokens in (7, 5, 9):
             for routing in ROUTINGS.values():
                 given, index = layer(tokens), routing(tokens, CHOSEN, EXPERTS)
@@ -168,11 +169,14 @@ def compiled_on_rank(rank: int) -> int:
                 torch.testing.assert_close(*results)
                 checked += 1
     assert found.graphs == 1
+    texts = [path.read_text() for path in Path(folder, f"rank{rank}").rglob("*.txt")]
+    assert any("rows_by_group" in text for text in texts)
+    assert not any("_local_scalar_dense" in text for text in texts), "a number is read to the host"
     return checked
 
 
-def test_a_compiled_layer_is_one_graph_for_any_routing_and_any_number_of_tokens():
-    assert run_ranks(compiled_on_rank, 2, timeout=120) == [3 * len(ROUTINGS)] * 2
+def test_a_compiled_layer_is_one_graph_for_any_routing_and_any_number_of_tokens(tmp_path):
+    assert run_ranks(compiled_on_rank, 2, str(tmp_path), timeout=120) == [3 * len(ROUTINGS)] * 2
 
 
 @settings(max_examples=50, deadline=None)

@@ -200,7 +200,9 @@ def _in_view(generate: Callable[..., Any]) -> Callable[..., Any]:
 def _read(module: Any, name: str) -> torch.Tensor | None:
     """A parameter. If a forward reads it, its gradient arrives in the parameter's own placements: operators may produce
     a partial sum, which optimizers would reduce more than once."""
-    p: Any = module._parameters.get(name)
+    if name not in module._parameters:
+        raise AttributeError(name)  # it was moved out, as by a parametrization, so the module says what there is
+    p: Any = module._parameters[name]
     if not isinstance(p, DTensor) or not module._dtensor_view.depth:
         return p
     used: Any = None if module._dtensor_used is None else module._dtensor_used.get(name)

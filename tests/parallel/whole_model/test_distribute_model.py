@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 from dtensor import (
     AgreementError,
@@ -441,3 +442,39 @@ def test_nothing_goes_in_front_of_what_the_model_sends(rank, inner):
     assert first.bytes > numbers
     assert (second.op, second.bytes) == ("all_gather", numbers)
     assert not met.called
+
+
+class Scaled(nn.Module):
+    """A parametrization."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((8, 1), 2.0))
+
+    def forward(self, x):
+        return self.factor * x
+
+
+class Adapted(nn.Module):
+    """Parametrizes its frozen weight while its forward runs, as peft does for adapters of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 4), requires_grad=False)
+        self.adapter = Scaled()
+
+    def forward(self, x):
+        parametrize.register_parametrization(self, "weight", self.adapter)
+        out = F.linear(x, self.weight)
+        parametrize.remove_parametrizations(self, "weight", leave_parametrized=False)
+        return out
+
+
+@with_threads(2)
+def test_a_forward_may_parametrize_a_parameter(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, plain, x = distribute_model(Adapted(), mesh, {"*weight": COLUMNS}), Adapted(), torch.ones(3, 4)
+    for run in (model, plain):
+        run(x).square().sum().backward()
+    torch.testing.assert_close(model.adapter.factor.grad.full_tensor(), plain.adapter.factor.grad)
