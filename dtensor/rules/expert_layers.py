@@ -17,7 +17,6 @@ index that is no expert's is treated likewise.
 holds a checksum of the trace, so that what compilers keep of a program is kept for that function only.
 """
 
-import functools
 import hashlib
 import threading
 from collections.abc import Callable
@@ -43,8 +42,8 @@ library.define(
 class Gate:
     """A function of rows, and its vector-Jacobian product: `forward(h)` and `backward(h, grad)`."""
 
-    forward: fx.GraphModule
-    backward: fx.GraphModule
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 GATES: dict[str, Gate] = {}
@@ -59,42 +58,70 @@ def gate_name(function: Callable[[torch.Tensor], torch.Tensor], like: torch.Tens
     """Trace a function of rows of a width, for values of the dtype and device of a tensor; returns its name.
 
     Raises:
-        ValueError: what it returns is not of the shape (rows, any width), or the trace holds tensors, whose gradients
-            would be lost.
+        ValueError: what it returns is not of the shape (rows, any width), or depends on other rows, or is random; or
+            the function holds tensors, whose gradients would be lost.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx  # it takes long to import
-
-    device = "cpu" if like.is_meta else like.device
-    with torch.no_grad():
-        made = function(torch.ones(1, width, dtype=like.dtype, device=device))
-    if not isinstance(made, torch.Tensor) or made.dim() != 2 or made.shape[0] != 1:
-        raise ArgumentError(f"the gate of experts takes rows (n, {width}) and returns rows (n, f); got {shown(made)}")
-
+    made = _checked(function, like, width)
     # Sizes that are equal in a trace are taken for the same one, so the number of rows is that of no width.
     n = next(n for n in (2, 3, 5, 7) if n not in (width, made.shape[1]))
-    h, of_made = (torch.ones(n, columns, dtype=like.dtype, device=device) for columns in (width, made.shape[1]))
+    h, of_made = (made.new_ones(n, columns) for columns in (width, made.shape[1]))
 
     def forward(h: torch.Tensor) -> torch.Tensor:
-        return function(h)
+        return function(h.clone())  # it may write to its rows, which are read again
 
     def backward(h: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        product: Any = torch.func.vjp(function, h)[1]
+        product: Any = torch.func.vjp(forward, h)[1]
         (found,) = product(grad)
         return found
 
-    traced = functools.partial(make_fx, tracing_mode="symbolic", _allow_non_fake_inputs=True)
-    with _tracing:
-        gate = Gate(traced(forward)(h), traced(backward)(h, of_made))
-    for graph in (gate.forward, gate.backward):
-        if held := [n.target for n in graph.graph.nodes if n.op == "get_attr"]:
-            raise ArgumentError(
-                f"the gate of experts reads the tensor {held[0]}, whose gradient would be lost; write the gate as a "
-                "function of its rows and numbers, or apply the tensor before or after the experts"
-            )
-    text = f"{gate.forward.code}{gate.backward.code}{like.dtype}"
+    graphs = _traced(forward, h), _traced(backward, h, of_made)
+    text = f"{''.join([g.code for g in graphs])}{like.dtype}"
     name = f"{getattr(function, '__name__', type(function).__name__)}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    GATES.setdefault(name, gate)
+    GATES.setdefault(name, Gate(*[g.forward for g in graphs]))  # not by its call, which hooks of all modules see
     return name
+
+
+def _checked(function: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor, width: int) -> torch.Tensor:
+    """What a function makes of rows, if it makes each of the one at its place."""
+    h = torch.linspace(-2, 2, 3 * width, device="cpu" if like.is_meta else like.device).to(like.dtype).view(3, width)
+    with torch.no_grad():
+        made = function(h.clone())
+        if not isinstance(made, torch.Tensor) or made.dim() != 2 or made.shape[0] != 3:
+            raise ArgumentError(
+                f"the gate of experts takes rows (n, {width}) and returns rows (n, f); got {shown(made)}"
+            )
+        alone = torch.cat([function(row.clone()) for row in h.split(1)])
+    if not torch.allclose(made.double(), alone.double(), 1e-2, 1e-2, equal_nan=True):
+        raise ArgumentError(
+            "the gate of experts makes something else of a row where others stand beside it, or each time; write it "
+            "such that a row depends on no other row, and on no random number"
+        )
+    return made
+
+
+def _traced(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> fx.GraphModule:
+    """A graph of a function, for any number of rows, which writes to nothing."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # it takes long to import
+
+    with _tracing:
+        pure: Any = torch.func.functionalize(function, remove="mutations")
+        graph = make_fx(pure, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*args)
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            raise ArgumentError(
+                f"the gate of experts reads the tensor {node.target}, whose gradient would be lost; write the gate as "
+                "a function of its rows and numbers, or apply the tensor before or after the experts"
+            )
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise ArgumentError(
+                f"the gate of experts draws random numbers ({node.target}), others in its backward; write dropout "
+                "before or after the experts"
+            )
+        if node.target is torch.ops.aten.clone.default and node.args[0].op == "placeholder":
+            node.replace_all_uses_with(node.args[0])  # nothing writes to it any more
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
 
 
 def _gate(name: str) -> Gate:

@@ -208,6 +208,17 @@ def test_a_gate_is_named_by_what_it_computes():
     torch.testing.assert_close(of_h[:, ::2], (h[:, ::2] <= 2.0).double())
 
 
+def test_a_gate_may_write_to_its_rows():
+    def clipped(h):
+        gate, up = h[:, :INNER], h[:, INNER:]
+        return gate.clamp_(max=0.5).mul_(up)
+
+    given, index = layer(), ROUTINGS["even"](TOKENS, CHOSEN, EXPERTS)
+    names = [expert_gate(f, given[2]) for f in (clipped, lambda h: h[:, :INNER].clamp(max=0.5) * h[:, INNER:])]
+    found = [both(lambda x, w, *rest: experts(x, index, w, *rest, gate=name), given) for name in names]  # noqa: B023
+    torch.testing.assert_close(*found)
+
+
 def test_what_experts_refuses():
     x, weight, up, down, up_bias, down_bias = layer()
     index = ROUTINGS["even"](TOKENS, CHOSEN, EXPERTS)
@@ -219,6 +230,11 @@ def test_what_experts_refuses():
         experts(x, weight, weight, up, down, gate=gate())
     with pytest.raises(ValueError, match=r"rows \(n, 8\) and returns rows \(n, f\)"):
         expert_gate(lambda h: h.sum(), up)
+    for gate_of_all in (lambda h: h - h.mean(0), lambda h: h * torch.rand_like(h)):
+        with pytest.raises(ValueError, match="a row depends on no other row, and on no random number"):
+            expert_gate(gate_of_all, up)
+    with pytest.raises(ValueError, match="draws random numbers"):
+        expert_gate(lambda h: h + 1e-6 * torch.rand_like(h), up)
     with pytest.raises(ValueError, match="reads the tensor"):
         expert_gate(lambda h: glu(h) * x[0, 0], up)
     with pytest.raises(TypeError, match=r"gate=dtensor\.parallel\.expert_gate\(function, up\)"):

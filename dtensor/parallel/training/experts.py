@@ -20,7 +20,7 @@ def expert_gate(function: Callable[[torch.Tensor], torch.Tensor], like: torch.Te
         like: the matrices `up` of shape (e, d, g), for the dtype and device of the rows.
 
     Raises:
-        ValueError: the function returns something else, or holds a tensor.
+        ValueError: the function returns something else, mixes rows, draws random numbers, or holds a tensor.
     """
     local = like.to_local() if isinstance(like, DTensor) else like
     return gate_name(function, local.detach(), like.shape[-1])
