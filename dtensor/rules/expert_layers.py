@@ -54,14 +54,18 @@ _tracing = threading.Lock()
 """fx traces one function at a time."""
 
 
-def gate_name(function: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor, width: int) -> str:
-    """Trace a function of rows of a width, for values of the dtype and device of a tensor; returns its name.
+def gate_name(
+    function: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor, width: int, device: str = "cpu"
+) -> str:
+    """Trace a function of rows of a width, for values of the dtype and device of a tensor, or of this device if that is
+    on the meta device; returns its name.
 
     Raises:
         ValueError: what it returns is not of the shape (rows, any width), or depends on other rows, or is random; or
             the function holds tensors, whose gradients would be lost.
     """
-    made = _checked(function, like, width)
+    device = device if like.is_meta else str(like.device)
+    made = _checked(function, like, width, device)
     # Sizes that are equal in a trace are taken for the same one, so the number of rows is that of no width.
     n = next(n for n in (2, 3, 5, 7) if n not in (width, made.shape[1]))
     h, of_made = (made.new_ones(n, columns) for columns in (width, made.shape[1]))
@@ -81,9 +85,11 @@ def gate_name(function: Callable[[torch.Tensor], torch.Tensor], like: torch.Tens
     return name
 
 
-def _checked(function: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor, width: int) -> torch.Tensor:
+def _checked(
+    function: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor, width: int, device: str
+) -> torch.Tensor:
     """What a function makes of rows, if it makes each of the one at its place."""
-    h = torch.linspace(-2, 2, 3 * width, device="cpu" if like.is_meta else like.device).to(like.dtype).view(3, width)
+    h = torch.linspace(-2, 2, 3 * width, device=device).to(like.dtype).view(3, width)
     with torch.no_grad():
         made = function(h.clone())
         if not isinstance(made, torch.Tensor) or made.dim() != 2 or made.shape[0] != 3:

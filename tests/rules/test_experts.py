@@ -209,12 +209,11 @@ def test_a_gate_is_named_by_what_it_computes():
 
 
 def test_a_gate_may_write_to_its_rows():
-    def clipped(h):
-        gate, up = h[:, :INNER], h[:, INNER:]
-        return gate.clamp_(max=0.5).mul_(up)
+    def shifted(h):
+        return h[:, :INNER].add_(0.5) * h[:, INNER:]
 
     given, index = layer(), ROUTINGS["even"](TOKENS, CHOSEN, EXPERTS)
-    names = [expert_gate(f, given[2]) for f in (clipped, lambda h: h[:, :INNER].clamp(max=0.5) * h[:, INNER:])]
+    names = [expert_gate(f, given[2]) for f in (shifted, lambda h: (h[:, :INNER] + 0.5) * h[:, INNER:])]
     found = [both(lambda x, w, *rest: experts(x, index, w, *rest, gate=name), given) for name in names]  # noqa: B023
     torch.testing.assert_close(*found)
 

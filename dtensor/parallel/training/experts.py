@@ -22,8 +22,9 @@ def expert_gate(function: Callable[[torch.Tensor], torch.Tensor], like: torch.Te
     Raises:
         ValueError: the function returns something else, mixes rows, draws random numbers, or holds a tensor.
     """
-    local = like.to_local() if isinstance(like, DTensor) else like
-    return gate_name(function, local.detach(), like.shape[-1])
+    if isinstance(like, DTensor):
+        return gate_name(function, like.to_local().detach(), like.shape[-1], like.device_mesh.device_type)
+    return gate_name(function, like.detach(), like.shape[-1])
 
 
 def experts(

@@ -69,10 +69,11 @@ def _change(module: Any, traced: dict[Any, str]) -> bool:
     `traced` has what was traced for layers before: tracing takes a tenth of a second, and layers are alike.
     """
     up, _ = _matrices(module)
+    device = up.device_mesh.device_type if isinstance(up, DTensor) else "cpu"
     up = up.to_local() if isinstance(up, DTensor) else up
     alike = _says(module), up.dtype, up.device, up.shape[-1]
     try:
-        gate = traced.get(alike) or gate_name(_gate(module), up.detach(), up.shape[-1])
+        gate = traced.get(alike) or gate_name(_gate(module), up.detach(), up.shape[-1], device)
     except (ArgumentError, MixedTensorError):
         return False
     traced[alike] = gate
