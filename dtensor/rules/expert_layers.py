@@ -70,8 +70,13 @@ def gate_name(
     n = next(n for n in (2, 3, 5, 7) if n not in (width, made.shape[1]))
     h, of_made = (made.new_ones(n, columns) for columns in (width, made.shape[1]))
 
+    version = h._version
+    with torch.no_grad():
+        function(h)
+    writes = h._version != version
+
     def forward(h: torch.Tensor) -> torch.Tensor:
-        return function(h.clone())  # it may write to its rows, which are read again
+        return function(h.clone() if writes else h)  # rows are read again
 
     def backward(h: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         product: Any = torch.func.vjp(forward, h)[1]
@@ -123,10 +128,6 @@ def _traced(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> fx.Gr
                 f"the gate of experts draws random numbers ({node.target}), others in its backward; write dropout "
                 "before or after the experts"
             )
-        if node.target is torch.ops.aten.clone.default and node.args[0].op == "placeholder":
-            node.replace_all_uses_with(node.args[0])  # nothing writes to it any more
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
     return graph
 
 

@@ -12,7 +12,6 @@ from .models import DECODER, EXAMPLES
 from .ways import WAYS, cases
 
 BY_DAY = (
-    ("llama", "tp, fast", "compiled"),
     ("mixtral", "tp", "eager"),
     ("lstm", "2d", "eager"),
     ("qwen3, its own plan", "tp", "eager"),

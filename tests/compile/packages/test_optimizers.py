@@ -284,7 +284,7 @@ DIFFERENCES = {
 }
 
 
-ALSO_AT_NIGHT = ("more state", "no gradient")
+ALSO_AT_NIGHT = ("more state", "no gradient", "class", "groups")
 """What is said of the state by day is that of "order"."""
 
 

@@ -182,7 +182,8 @@ def test_images_of_any_number_and_size(rank, order, inner, layers):
     check_images(plain, plan, inner, IMAGES[: layers - 1], order=order)
 
 
-@pytest.mark.parametrize("sizes", [IMAGES[:1], pytest.param(IMAGES[:2], marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("sizes", [IMAGES[:1], IMAGES[:2]])
 @with_ranks(2)
 def test_inductor_does_not_ask_for_strides_of_what_is_sent(rank, sizes):
     """It would ask in which order in memory what an all-to-all sends is, and torch has no answer: that of two strides
