@@ -129,6 +129,7 @@ def test_gradients_twice_and_where_asked_for(rank):
     assert gg.full_tensor().tolist() == [6.0, 12.0, 18.0, 24.0]
 
 
+@pytest.mark.nightly
 @with_ranks(4)
 def test_on_processes(rank):
     some = [

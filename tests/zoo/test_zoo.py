@@ -13,7 +13,6 @@ from .ways import WAYS, cases
 
 BY_DAY = (
     ("mixtral", "tp", "eager"),
-    ("lstm", "2d", "eager"),
     ("qwen3, its own plan", "tp", "eager"),
     ("llama", "torch fsdp2, converted", "eager"),
 )

@@ -61,6 +61,7 @@ def test_ranks_that_load_compile_nothing(small_package, own_caches):
     assert [own[0] for *_, own in without] == [1, 1]
 
 
+@pytest.mark.nightly
 def test_graph_breaks_and_recompilations(safe_folder, own_caches):
     path = safe_folder / "broken.package"
 

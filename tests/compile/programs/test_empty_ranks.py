@@ -27,8 +27,8 @@ PROGRAMS = {
 }
 
 
-BY_DAY = ("columns that are normalised", "split by sizes", "a convolution of any stride", "rows by a mask")
-"""One of each kind: reductions, sizes of views, formulas of sizes, and sizes that depend on values."""
+BY_DAY = ("columns that are normalised", "a convolution of any stride", "rows by a mask")
+"""One of each kind: reductions, formulas of sizes, and sizes that depend on values."""
 
 
 @pytest.mark.parametrize(

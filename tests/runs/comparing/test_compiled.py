@@ -46,7 +46,10 @@ AT_NIGHT = [
 
 @pytest.mark.parametrize(
     ("plan", "dtype", "layers", "inner"),
-    [pytest.param("fsdp", torch.bfloat16, 1, "aot_eager", id="fsdp-bfloat16-aot_eager"), *AT_NIGHT],
+    [
+        pytest.param("fsdp", torch.bfloat16, 1, "aot_eager", id="fsdp-bfloat16-aot_eager", marks=pytest.mark.nightly),
+        *AT_NIGHT,
+    ],
 )
 @with_ranks(2, timeout=300)
 def test_eager_and_compiled_agree(rank, plan, dtype, layers, inner, on_one_device):
