@@ -1,4 +1,4 @@
-"""experts: time of a layer of experts that ranks have dealt out, against a dispatch by hand and against experts gathered.
+"""experts: time of a layer of experts that ranks have dealt out, against a dispatch by hand and experts gathered.
 
 Forward and backward, tokens cut over the ranks that hold the experts, on loopback and on slow links. "dtensor" is
 `dtensor.parallel.experts` in a compiled model of `distribute_model`. By hand each token is sent to the ranks of its

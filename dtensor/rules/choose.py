@@ -245,8 +245,11 @@ def _bytes(spec: Spec, axis: int, network: Network) -> float:
 
 
 def _padding(spec: Spec, dim: int, axis: int, network: Network) -> float:
-    """How much longer a dim is with the padding that uneven shards are moved with."""
-    length = hint(spec.shape[dim])
+    """How much longer a dim is with the padding that uneven shards are moved with. A graph for any length is not made
+    for the one at hand: a rank that compiles again, alone, at another one has to choose what the others did."""
+    length = spec.shape[dim]
+    if not isinstance(length, int):
+        return 1.0
     parts = prod([network.sizes[a] for a in {axis, *spec.layout.dims[dim]}])
     return -(-length // parts) * parts / length if length else 1.0
 
