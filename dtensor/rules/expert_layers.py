@@ -160,7 +160,7 @@ class _Rows:
     def __init__(self, index: torch.Tensor, experts: Any, of: Any) -> None:
         self.shape: tuple[Any, Any] = (index.shape[0], index.shape[1])
         self.held: torch.Tensor = (index >= 0) & (index < experts)
-        flat = torch.where(self.held, index, experts).reshape(-1)
+        flat = torch.where(self.held, index, experts).reshape(-1).long()
         self.expert, self.order = flat.sort(stable=True)
         self.token: torch.Tensor = self.order // index.shape[1]
         counted = torch.arange(flat.shape[0], device=index.device)

@@ -86,6 +86,12 @@ def test_experts_are_each_token_with_its_own_matrices(routing, biases):
     torch.testing.assert_close(both(layer_of(index), given), both(functools.partial(expected, index), given))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_indices_of_any_integers(dtype):
+    given, index = layer(), ROUTINGS["random"](TOKENS, CHOSEN, EXPERTS)
+    torch.testing.assert_close(both(layer_of(index.to(dtype)), given), both(layer_of(index), given))
+
+
 def test_experts_may_be_differentiated_twice():
     given = [x.requires_grad_() for x in layer(4)]
     index = ROUTINGS["some to no expert"](4, CHOSEN, EXPERTS)

@@ -9,9 +9,10 @@ from dtensor import Shard, distribute_model, distribute_tensor, init_device_mesh
 from dtensor.compile import statistics
 from dtensor.testing import run_ranks
 
+from .trained import trained
+
 transformers = pytest.importorskip("transformers")
 
-STEPS = 10
 COMMON = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "use_cache": False}
 COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
 COMMON |= {"moe_intermediate_size": 48, "eos_token_id": 1}
@@ -31,32 +32,24 @@ MODELS = {
 MESHES = {"ep": (2,), "dp x ep": (2, 2)}
 
 
-def trained(model, run, cut=lambda x: x):
-    """The loss of each step, and the parameters at the end."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for step in range(STEPS):
-        tokens = torch.randint(1, 96, (4, 12), generator=torch.Generator().manual_seed(step))
-        loss = run(input_ids=cut(tokens), labels=cut(tokens)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    found = [*losses, *[p.detach() for p in model.parameters()]]
-    return [getattr(x, "full_tensor", lambda x=x: x)() for x in found]
+def batch(step: int) -> dict[str, torch.Tensor]:
+    """Tokens, of which those that follow are the labels."""
+    tokens = torch.randint(1, 96, (4, 12), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def on_rank(rank: int, name: str, shape: tuple[int, ...], compiled: bool) -> int:
     """How many graphs there are."""
     torch.manual_seed(0)
     plain = MODELS[name](transformers)
-    expected = trained(plain, plain)
+    expected = trained(plain, plain, batch)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep")[-len(shape) :])
-    batch = dict.fromkeys(mesh.mesh_dim_names, Shard(0))
-    model = distribute_model(MODELS[name](transformers), mesh, {"*.experts.*": {"ep": Shard(0)}}, inputs=batch)
+    inputs = dict.fromkeys(mesh.mesh_dim_names, Shard(0))
+    model = distribute_model(MODELS[name](transformers), mesh, {"*.experts.*": {"ep": Shard(0)}}, inputs=inputs)
     run = torch.compile(model, backend="dtensor") if compiled else model
     with statistics() as seen:
-        found = trained(model, run, lambda x: distribute_tensor(x, mesh, [Shard(0)] * len(shape)))
+        found = trained(model, run, batch, lambda x: distribute_tensor(x, mesh, [Shard(0)] * len(shape)))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     return seen.graphs

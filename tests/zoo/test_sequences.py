@@ -1,5 +1,7 @@
 """Unmodified models of transformers whose sequence is cut from end to end: ten steps are those of one device."""
 
+import functools
+
 import pytest
 import torch
 
@@ -7,9 +9,11 @@ from dtensor import Shard, distribute_model, distribute_tensor, init_device_mesh
 from dtensor.compile import statistics
 from dtensor.testing import run_ranks
 
+from .trained import trained
+
 transformers = pytest.importorskip("transformers")
 
-LENGTH, STEPS = 37, 10
+LENGTH = 37
 COMMON = {"vocab_size": 96, "num_hidden_layers": 2, "use_cache": False, "pad_token_id": 0}
 DECODER = COMMON | {
     "hidden_size": 64,
@@ -44,31 +48,19 @@ def batch(name: str, step: int) -> dict[str, torch.Tensor]:
     return given
 
 
-def trained(model, run, name: str, cut=lambda x: x) -> list[torch.Tensor]:
-    """The loss of each step, and the parameters at the end."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for step in range(STEPS):
-        loss = run(**{k: cut(x) for k, x in batch(name, step).items()}).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    found = [*losses, *[p.detach() for p in model.parameters()]]
-    return [getattr(x, "full_tensor", lambda x=x: x)() for x in found]
-
-
 def on_rank(rank: int, name: str, compiled: bool) -> int:
     """How many graphs there are."""
     torch.manual_seed(0)
     plain = MODELS[name](transformers)
-    expected = trained(plain, plain, name)
+    batches = functools.partial(batch, name)
+    expected = trained(plain, plain, batches)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     inputs = {key: {"cp": Shard(1)} for key in batch(name, 0)}
     model = distribute_model(MODELS[name](transformers), mesh, {}, inputs=inputs)
     run = torch.compile(model, backend="dtensor") if compiled else model
     with statistics() as seen:
-        found = trained(model, run, name, lambda x: distribute_tensor(x, mesh, [Shard(1)]))
+        found = trained(model, run, batches, lambda x: distribute_tensor(x, mesh, [Shard(1)]))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     return seen.graphs
