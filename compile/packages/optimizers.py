@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dtensor.torch_private.frame_data import evaluate
-from dtensor.torch_private.optimizers import Call, initialize
+from dtensor.torch_private.training.optimizers import Call, initialize
 
 from .refusals import place
 

@@ -15,10 +15,12 @@ from .styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, Prepar
 from .styles.rowwise import RowwiseParallel
 from .styles.sequence import SequenceParallel
 from .styles.style import ParallelStyle
+from .training import muon as _muon  # noqa: F401 (changes torch.optim.Muon)
 from .training.clip_grad_norm import clip_grad_norm_
 from .training.experts import expert_gate, experts
 from .training.input_reshard import input_reshard
 from .training.loss import linear_cross_entropy, loss_parallel
+from .training.matrices import map_matrices
 
 __all__ = [
     "ColwiseParallel",
@@ -39,6 +41,7 @@ __all__ = [
     "input_reshard",
     "linear_cross_entropy",
     "loss_parallel",
+    "map_matrices",
     "materialize",
     "parallelize_module",
 ]

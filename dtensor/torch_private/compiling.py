@@ -210,8 +210,11 @@ def _of_parts(outer: Any, static: list[int]) -> Any:
     )
 
 
-def aot_backend(partition: Any, forward_compiler: Any, inference_compiler: Any, backward_compiler: Any) -> Any:
-    """A Dynamo backend: AOTAutograd with `partition` for the joint graph, and with these compilers."""
+def aot_backend(
+    partition: Any, forward_compiler: Any, inference_compiler: Any, backward_compiler: Any, decompositions: Any = None
+) -> Any:
+    """A Dynamo backend: AOTAutograd with `partition` for the joint graph, and with these compilers and
+    decompositions."""
     from torch._dynamo.backends.common import aot_autograd
 
     return aot_autograd(
@@ -220,11 +223,15 @@ def aot_backend(partition: Any, forward_compiler: Any, inference_compiler: Any, 
         bw_compiler=backward_compiler,
         partition_fn=partition,
         keep_inference_input_mutations=True,
+        decompositions=decompositions,
     )
 
 
-def inductor_compile(gm: Any, example_inputs: Any, config_patches: dict[str, Any]) -> Any:
-    """Compile a Dynamo graph with Inductor, with its configuration patched for forward and backward.
+def inductor_compile(
+    gm: Any, example_inputs: Any, config_patches: dict[str, Any], decompositions: dict[Any, Any] | None = None
+) -> Any:
+    """Compile a Dynamo graph with Inductor, with its configuration patched for forward and backward; None for
+    Inductor's decompositions.
 
     Since torch 2.14, Inductor may reorder collectives after the passes have ordered them. This is turned off: the new
     order would depend on the sizes of tensors on this rank, which for uneven shards differ from those on other ranks.
@@ -233,7 +240,7 @@ def inductor_compile(gm: Any, example_inputs: Any, config_patches: dict[str, Any
 
     if hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"):
         config_patches = config_patches | {"aten_distributed_optimizations.enable_simple_overlap": False}
-    return compile_fx(gm, example_inputs, config_patches=config_patches)
+    return compile_fx(gm, example_inputs, config_patches=config_patches, decompositions=decompositions)
 
 
 @functools.cache

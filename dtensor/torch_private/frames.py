@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from .dynamo import own_compile  # first: the version of torch is checked there
-from .optimizers import Call, noted_call
+from .training.optimizers import Call, noted_call
 
 # isort: split
 from torch._dynamo import bytecode_transformation, convert_frame, guards, output_graph

@@ -23,6 +23,58 @@ def min_cut_partition(gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
     return forward, backward
 
 
+def tag_backward(graph: torch.fx.Graph) -> bool:
+    """Tag the nodes of a whole training step that come of its backward, as a joint graph has them tagged.
+
+    Where Dynamo traced the backward, its nodes are known by a mark. What reads them belongs to the backward as well,
+    and so does all that comes after the last of them: the steps of the optimizers.
+
+    Returns:
+        Whether there are any.
+    """
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    marked = [k for k, node in enumerate(nodes) if node.meta.get("autograd_backward")]
+    tagged: set[torch.fx.Node] = set()
+    for k, node in enumerate(nodes):
+        late = bool(marked) and k > marked[-1]
+        if late or node.meta.get("autograd_backward") or not tagged.isdisjoint(node.all_input_nodes):
+            tagged.add(node)
+            node.meta["partitioner_tag"] = "is_backward"
+    return bool(tagged)
+
+
+def saved_for_backward(
+    graph: torch.fx.Graph, later: set[torch.fx.Node], free: set[torch.fx.Node]
+) -> set[torch.fx.Node]:
+    """Torch's choice of what to hold of a forward for its backward; all else is to be computed again.
+
+    Args:
+        graph: forward and backward in one graph, with marks of activation checkpointing in `meta["recompute"]`.
+        later: the nodes of the backward.
+        free: inputs that are held in any case.
+    """
+    from torch._functorch import partitioners
+    from torch.utils._ordered_set import OrderedSet
+
+    inputs = list(graph.find_nodes(op="placeholder"))
+    early = [n for n in graph.nodes if n not in later and n.op not in ("placeholder", "output")]
+    first: OrderedSet[torch.fx.Node] = OrderedSet([*inputs, *early])
+    second: OrderedSet[torch.fx.Node] = OrderedSet([n for n in graph.nodes if n in later])
+    found = partitioners.NodeInfo(
+        inputs=inputs,
+        _required_fw_nodes=first,
+        required_bw_nodes=second,
+        tangents_closure=second.copy(),
+        unclaimed_nodes=OrderedSet(),
+        fw_order={node: k for k, node in enumerate(first)},
+        static_lifetime_input_nodes=OrderedSet([n for n in inputs if n in free]),
+    )
+    for node in reversed(graph.nodes):
+        nearest = min([user.dist_from_bw + 1 for user in node.users], default=int(1e9))
+        node.dist_from_bw = 0 if node in later else int(1e9) if node.op == "output" else min(nearest, int(1e9))
+    return set(partitioners.choose_saved_values_set(graph, found, memory_budget=1))
+
+
 @contextlib.contextmanager
 def all_symbols_saved() -> Iterator[None]:
     """Context in which torch's partitioner passes on to the backward all symbols in the sizes of its inputs.
@@ -147,4 +199,4 @@ def _states_among_tensors(forward: torch.fx.GraphModule, backward: torch.fx.Grap
     backward.recompile()
 
 
-__all__ = ["all_symbols_saved", "min_cut_partition", "weigh_by"]
+__all__ = ["all_symbols_saved", "min_cut_partition", "saved_for_backward", "tag_backward", "weigh_by"]

@@ -93,17 +93,17 @@ def _total(grads: Sequence[torch.Tensor], p: float) -> torch.Tensor:
         return torch.tensor(0.0)
     meshes: list[Any] = []
     for g in grads:
-        if isinstance(g, DTensor) and all(g.device_mesh is not m for m in meshes):
+        if isinstance(g, DTensor) and all(g.device_mesh != m for m in meshes):
             meshes.append(g.device_mesh)
     homes = [_home(m, meshes) for m in meshes]
     plain = [_power(g, p) for g in grads if not isinstance(g, DTensor)]
     parts = [_joined(plain, p)] if plain else []
     done: list[Any] = []
     for home in homes:
-        if any(home is other for other in done):
+        if any(home == other for other in done):
             continue
         done.append(home)
-        inside = [m for m, h in zip(meshes, homes) if h is home]
+        inside = [m for m, h in zip(meshes, homes) if h == home]
         parts.append(_over_mesh([g for g in grads if _lives_on(g, inside)], home, p))
     device = parts[0].device
     total = _joined([part.to(device) for part in parts], p)
@@ -111,7 +111,7 @@ def _total(grads: Sequence[torch.Tensor], p: float) -> torch.Tensor:
 
 
 def _lives_on(g: Any, meshes: list[Any]) -> bool:
-    return isinstance(g, DTensor) and any(g.device_mesh is m for m in meshes)
+    return isinstance(g, DTensor) and any(g.device_mesh == m for m in meshes)
 
 
 def _over_mesh(grads: list[Any], mesh: DeviceMesh, p: float) -> torch.Tensor:

@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 import dtensor.compile
 from dtensor import PackageError
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
-from dtensor.torch_private import frames, optimizers
+from dtensor.torch_private import frames
+from dtensor.torch_private.training import optimizers
 from tests.interpreter import python
 
 from . import programs

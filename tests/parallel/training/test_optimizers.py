@@ -24,9 +24,6 @@ KINDS = {
 ALONG_ROWS = ("Adafactor", "Muon", "LBFGS")
 """Optimizers that do more than work element by element."""
 
-TOLERANCE = {"Muon": 1e-3}
-"""Muon orthogonalises in bfloat16, where another order of sums shows."""
-
 
 def modes(name):
     found = inspect.signature(KINDS[name]).parameters
@@ -67,7 +64,7 @@ def closure(parameters, optimizer):
 
 def same(dense, sharded, name):
     for d, s in zip(dense, sharded):
-        torch.testing.assert_close(s.full_tensor(), d, rtol=1e-5, atol=TOLERANCE.get(name, 1e-6))
+        torch.testing.assert_close(s.full_tensor(), d, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", RUNS)

@@ -4,16 +4,18 @@ Dynamo does not trace how an optimizer initializes its state: it calls `_init_gr
 the state in place. Where that code comes from elsewhere, the calls are repeated.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .core import disable_current_modes  # first: it checks the version of torch
+from ..core import disable_current_modes  # first: it checks the version of torch
 
 # isort: split
 from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 CAPTURABLE_STAYS = not hasattr(OptimizerVariable, "_safe_to_set_capturable")
 """Whether Dynamo leaves `capturable` set, as releases before 2.15 do."""
@@ -75,4 +77,26 @@ def _becomes_capturable(optimizer: Any, group: dict[str, Any]) -> bool:
     return on_gpu and "capturable" in group and not any(p in optimizer.state for p in group["params"])
 
 
-__all__ = ["Call", "Group", "initialize", "noted_call"]
+@contextmanager
+def steps_noted() -> Iterator[list[torch.optim.Optimizer]]:
+    """A context that collects the optimizers which take a step inside of it, each once."""
+    found: list[torch.optim.Optimizer] = []
+
+    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if all(optimizer is not other for other in found):
+            found.append(optimizer)
+
+    handle = register_optimizer_step_post_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def after_steps_of_all(optimizer: torch.optim.Optimizer) -> None:
+    """Call the hooks that are called after the steps of all optimizers."""
+    for hook in (*_global_optimizer_post_hooks.values(),):
+        hook(optimizer, (), {})
+
+
+__all__ = ["Call", "Group", "after_steps_of_all", "initialize", "noted_call", "steps_noted"]

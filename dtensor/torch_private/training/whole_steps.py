@@ -1,0 +1,182 @@
+"""Private APIs of Dynamo by which it traces a whole training step: the backward and the steps of optimizers as well.
+
+Dynamo can trace `backward`, if a setting says so. Of an optimizer it initializes the state itself, from gradients that
+exist before the frame runs, and its step breaks the graph twice; here gradients are made in the graph, so that both are
+traced as any other code. Learning rates become inputs of the graph: torch would compile it again once one has changed.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..core import never_traced as _never_traced  # noqa: F401 (first: the version of torch is checked there)
+
+# isort: split
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.pgo import auto_dynamic
+from torch._dynamo.variables import builder
+from torch._dynamo.variables.functions import UserMethodVariable
+from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._functorch import config as functorch_config
+
+LEARNING_RATE = re.compile(r"param_groups\b.*\['lr'\]$")
+"""The learning rate of a group of an optimizer, as Dynamo writes where a value comes from."""
+
+_whole: ContextVar[bool] = ContextVar("dtensor_whole_step", default=False)
+
+_own_getattr = OptimizerVariable.var_getattr
+_own_call = OptimizerVariable.call_method
+_own_automatic = builder.process_automatic_dynamic
+
+
+def decompositions() -> dict[Any, Callable[..., Any]] | None:
+    """How to take operators apart that take a number of the host which changes, such as a learning rate as `alpha`;
+    None where no whole step is compiled.
+
+    Torch makes such numbers tensors only where an operator multiplies or adds them. It takes others for constants, and
+    compiles anew when they change.
+    """
+    return dict(_TAKEN_APART) if _whole.get() else None
+
+
+def _add(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    return x + y * alpha if isinstance(alpha, torch.SymFloat) else NotImplemented
+
+
+def _sub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    return x - y * alpha if isinstance(alpha, torch.SymFloat) else NotImplemented
+
+
+def _addcmul(x: Any, a: Any, b: Any, *, value: Any = 1) -> Any:
+    return x + a * value * b if isinstance(value, torch.SymFloat) else NotImplemented
+
+
+def _addcdiv(x: Any, a: Any, b: Any, *, value: Any = 1) -> Any:
+    return x + a * value / b if isinstance(value, torch.SymFloat) else NotImplemented
+
+
+def _lerp(x: Any, y: Any, weight: Any) -> Any:
+    return x + (y - x) * weight if isinstance(weight, torch.SymFloat) else NotImplemented
+
+
+_aten: Any = torch.ops.aten
+_TAKEN_APART: dict[Any, Callable[..., Any]] = {
+    _aten.add.Tensor: _add,
+    _aten.sub.Tensor: _sub,
+    _aten.addcmul.default: _addcmul,
+    _aten.addcdiv.default: _addcdiv,
+    _aten.lerp.Scalar: _lerp,
+}
+
+
+def with_inductors(ours: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Inductor's decompositions, each of which comes after ours of the same operator."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    found = dict(select_decomp_table())
+
+    def first(own: Callable[..., Any], then: Callable[..., Any] | None) -> Callable[..., Any]:
+        def either(*args: Any, **kwargs: Any) -> Any:
+            made = own(*args, **kwargs)
+            return then(*args, **kwargs) if made is NotImplemented and then is not None else made
+
+        return either
+
+    return {**found, **{op: first(own, found.get(op)) for op, own in ours.items()}}
+
+
+@contextmanager
+def whole_step() -> Iterator[None]:
+    """A context in which what Dynamo compiles is a whole training step."""
+    _install()
+    token, before = (
+        _whole.set(True),
+        (dynamo_config.trace_autograd_ops, functorch_config.remat_using_tags_for_fwd_loss_bwd_graph),
+    )
+    dynamo_config.trace_autograd_ops = True
+    functorch_config.remat_using_tags_for_fwd_loss_bwd_graph = False  # `dtensor.passes.Recompute` does that
+    try:
+        yield
+    finally:
+        dynamo_config.trace_autograd_ops, functorch_config.remat_using_tags_for_fwd_loss_bwd_graph = before
+        _whole.reset(token)
+
+
+@functools.cache
+def _install() -> None:
+    OptimizerVariable.var_getattr = _var_getattr
+    OptimizerVariable.call_method = _call_method
+    builder.process_automatic_dynamic = _process_automatic_dynamic
+
+
+def _var_getattr(self: Any, tx: Any, name: str) -> Any:
+    """As Dynamo reads an attribute of an optimizer, but that its methods are those of its class, without what torch
+    wraps around them: hooks of all optimizers, names in a profile, graph breaks, the order not to trace them."""
+    if not _whole.get():
+        return _own_getattr(self, tx, name)
+    method = inspect.getattr_static(type(self.value), name, None)
+    if not inspect.isfunction(method):
+        return _own_getattr(self, tx, name)
+    own = inspect.unwrap(method)
+    return UserMethodVariable({"step": _step_with, "zero_grad": _zero_grad_with}.get(name, _as_it_is)(own), self)
+
+
+def _call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """As Dynamo calls a method of an optimizer, but that it traces how the state is initialized."""
+    if not _whole.get():
+        return _own_call(self, tx, name, args, kwargs)
+    return UserDefinedObjectVariable.call_method(self, tx, name, args, kwargs)
+
+
+def _process_automatic_dynamic(tx: Any, name: str, entry: Any, **kwargs: Any) -> Any:
+    """As Dynamo decides whether a number is a constant, which learning rates are not."""
+    found = _own_automatic(tx, name, entry, **kwargs)
+    return replace(found, scalar=auto_dynamic) if _whole.get() and LEARNING_RATE.search(name) else found
+
+
+def _as_it_is(own: Callable[..., Any]) -> Callable[..., Any]:
+    return own
+
+
+@functools.cache
+def _step_with(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of an optimizer, given that of its class: without gradients, between its own hooks."""
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for hook in self._optimizer_step_pre_hooks.values():
+            changed = hook(self, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        with torch.no_grad():
+            result = own(self, *args, **kwargs)
+        for hook in self._optimizer_step_post_hooks.values():
+            hook(self, args, kwargs)
+        return result
+
+    return step
+
+
+@functools.cache
+def _zero_grad_with(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`zero_grad`, given that of the class; torch's own has a name in a profile, of which Dynamo would warn."""
+    if own is not inspect.unwrap(torch.optim.Optimizer.zero_grad):
+        return own
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = None if set_to_none else torch.zeros_like(p.grad)
+
+    return zero_grad
+
+
+__all__ = ["decompositions", "whole_step", "with_inductors"]
