@@ -17,8 +17,10 @@ from .recording.watch_compiles import dump
 from .reports.measuring import measure
 from .reports.report import Report, report
 from .reports.step_log import StepLog
+from .whole_step.step import CompiledStep, step
 
 __all__ = [
+    "CompiledStep",
     "GraphRecord",
     "Kept",
     "Options",
@@ -36,4 +38,5 @@ __all__ = [
     "report",
     "shared",
     "statistics",
+    "step",
 ]

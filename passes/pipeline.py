@@ -30,6 +30,7 @@ from .functional.lower import Lower
 from .functional.raise_ import Raise
 from .overlap.beside import Beside
 from .overlap.bucket import Bucket
+from .overlap.recompute import Recompute
 from .overlap.regather import Regather
 from .overlap.schedule import Schedule
 from .overlap.split_batch import SplitBatch
@@ -99,8 +100,10 @@ STAGES: tuple[Stage, ...] = (
             CopyWritten(),
             # Before regather, which then marks gathers as they will run.
             SplitBatch(),
-            # Last: marks nodes for the partitioner and changes nothing else.
+            # Marks nodes for the partitioner and changes nothing else.
             Regather(),
+            # Last: does for a whole step, which is one graph, what the partitioner does for two.
+            Recompute(),
         ),
         why="once it is known which inputs are parameters, and after whatever shrinks or merges collectives",
     ),
@@ -174,6 +177,7 @@ __all__ = [
     "NarrowCollectives",
     "Pin",
     "Raise",
+    "Recompute",
     "Record",
     "ReduceAfterScale",
     "ReduceAfterView",

@@ -25,6 +25,7 @@ from dtensor.passes.stages import BACKWARD, FORWARD, HALVES, INFERENCE, JOINT, M
 from dtensor.program.source_lines import users_level
 from dtensor.program.stages import Stage
 from dtensor.torch_private.compiling import check_settled, static_inputs, static_placeholders
+from dtensor.torch_private.partitioning import tag_backward
 from dtensor.torch_private.phases import PASSES, current, phase
 from dtensor.torch_private.symbolic_sizes import binary_products
 
@@ -103,6 +104,7 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False, with
         check_settled()
         if not within:
             mark_parameters(graph, static_inputs())
+            tag_backward(graph)
     _run(graph, options, direction(graph, inference), within)
 
 

@@ -448,8 +448,16 @@ def family(node: fx.Node) -> list[fx.Node]:
 
 
 def is_written(node: fx.Node) -> bool:
-    """Whether the memory of `node` is written to after it was computed."""
-    return any(mutates(user) for member in family(node) for user in member.users)
+    """Whether the memory of `node` is written to after it was computed, but for what a graph writes to its inputs at
+    its very end: nothing reads that."""
+    return any(mutates(user) and not _is_at_the_end(user) for member in family(node) for user in member.users)
+
+
+def _is_at_the_end(node: fx.Node) -> bool:
+    """Whether `node` is one of the copies into inputs that a graph ends with."""
+    while node.target is aten.copy_.default and node.args[0].op == "placeholder" and not node.users:  # pyright: ignore
+        node = node.next
+    return node.op == "output"
 
 
 def escapes(node: fx.Node) -> bool:

@@ -1,7 +1,8 @@
 """The order of a graph: which nodes must come before which, and how to reorder them.
 
 Apart from data dependencies there are effects. Random draws keep their order, and so do other nodes that are not pure.
-A node that reads memory stays before or after each node that writes to it, as it was.
+A node that reads memory stays before or after each node that writes to it, as it was; the memory that a collective
+sends is read until the wait.
 """
 
 import heapq
@@ -29,6 +30,7 @@ def dependencies(graph: fx.Graph) -> Before:
     readers: dict[fx.Node, list[fx.Node]] = {}
     written: dict[fx.Node, fx.Node] = {}
     effects: dict[bool, fx.Node] = {}
+    sent: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         before = list(node.all_input_nodes)
         memory = {root for x in before for root in roots[x]}
@@ -37,8 +39,11 @@ def dependencies(graph: fx.Graph) -> Before:
         for root in targets:
             before += readers.get(root, [])
             readers[root], written[root] = [], node
-        for root in memory - targets:
+        in_flight = {root for x in before if node.target is ir.WAIT and x.target in ir.STARTS for root in sent[x]}
+        for root in (memory | in_flight) - targets:
             readers.setdefault(root, []).append(node)
+        if node.target in ir.STARTS:
+            sent[node] = memory
         if is_effect(node):
             # Draws are ordered separately from other effects: a rank whose shard is empty draws nothing.
             kind = ir.draws(node)

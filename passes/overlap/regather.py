@@ -12,7 +12,7 @@ from dtensor.mesh.provenance import PARAMETER
 from dtensor.prices.overlap import HELD
 
 from ..graph import groups, ir, sizes
-from ..stages import MARKED, Compilation, Pass
+from ..stages import INFERENCE, MARKED, Compilation, Pass
 
 aten: Any = ir.aten
 
@@ -61,7 +61,7 @@ class Regather(Pass):
         self.held: Any = held
 
     def taking(self, compilation: Compilation) -> Pass | None:
-        return Regather(compilation.memory_budget) if compilation.graph == MARKED else None
+        return Regather(compilation.memory_budget) if compilation.graph in (MARKED, INFERENCE) else None
 
     def __call__(self, graph: fx.Graph) -> int:
         found = [node for node in ir.calls(graph, "all_gather") if _is_open(node)]

@@ -12,6 +12,7 @@ from dtensor.mesh.provenance import RECORD
 from dtensor.passes import Bucket, Lower, count, run, wire_bytes
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.count import describe
+from dtensor.passes.graph.node_order import dependencies
 from dtensor.prices.links import Link
 from dtensor.torch_private.core import c10d
 
@@ -240,9 +241,26 @@ def test_memory_that_is_written_to_stays_apart(bench):
     def f(x, y):
         a, b = reduced(bench, x, y)
         x.copy_(a)
-        return a, b
+        return a, b, x + 1
 
     assert bench.keeps(Bucket(), lowered(bench, f, (4,), (4,)))
+
+
+def test_what_a_graph_writes_to_its_inputs_at_its_end_nothing_reads(bench):
+    def f(x, y):
+        a, b = reduced(bench, x, y)
+        total = a + b
+        x.copy_(total)
+        return total
+
+    assert bench.apply(Bucket(), lowered(bench, f, (4,), (4,))) == 1
+
+
+def test_a_write_waits_until_what_is_sent_has_left(bench):
+    """Of a graph that then reads nothing of it, the write keeps its place behind the wait, however it is sorted."""
+    gm = bench.trace(lambda x, y: (c10d.wait_tensor(c10d.all_reduce(x, "sum", bench.tp)), x.copy_(y))[0], (4,), (4,))
+    wait, write = (next(n for n in gm.graph.nodes if n.name.startswith(name)) for name in ("wait_tensor", "copy_"))
+    assert wait in dependencies(gm.graph)[write]
 
 
 def test_results_that_leave_share_no_memory(bench):
