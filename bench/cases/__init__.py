@@ -27,6 +27,7 @@ from . import (
     start,
     step,
     watch,
+    whole,
     wire,
 )
 
@@ -42,6 +43,7 @@ class Case:
 ORDER = (
     wire,
     step,
+    whole,
     doors,
     call,
     eager,

@@ -32,7 +32,7 @@ from dtensor.torch_private.compiling import (
     traced_again_if_settled,
 )
 from dtensor.torch_private.partitioning import min_cut_partition
-from dtensor.torch_private.training.whole_steps import decompositions, with_inductors
+from dtensor.torch_private.training.whole_steps import decompositions, inductor_options
 
 from ..recording.watch_compiles import dumped
 from .alternatives import price_alternatives
@@ -126,12 +126,12 @@ _views: WeakKeyDictionary[Callable[..., Any], Views] = WeakKeyDictionary()
 
 
 def _traced(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Callable[..., Any]:
-    ours = decompositions()
     if chosen.inner == "inductor":
         patches: dict[str, Any] = {stage: chained(stage, made(chosen)) for stage, made in STAGES.items()}
         patches[PARTITIONER] = Partition(chosen, others_partitioner())
-        return inductor_compile(gm, example_inputs, patches, with_inductors(ours) if ours else None)
-    return aot_backend(partial(_partition, chosen), *_interpreters(chosen), decompositions=ours)(gm, example_inputs)
+        return inductor_compile(gm, example_inputs, patches | inductor_options())
+    compilers = _interpreters(chosen)
+    return aot_backend(partial(_partition, chosen), *compilers, decompositions=decompositions())(gm, example_inputs)
 
 
 def _partition(options: Options, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:

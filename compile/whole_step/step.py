@@ -12,7 +12,6 @@ from dtensor.errors import ArgumentError, ArgumentTypeError, shown
 from dtensor.torch_private.training.optimizers import after_steps_of_all, steps_noted
 from dtensor.torch_private.training.whole_steps import whole_step
 
-from ..backends.backend import backend
 from ..backends.options import Options
 
 P = ParamSpec("P")
@@ -32,8 +31,8 @@ class CompiledStep(Generic[P, R]):
         Options.of(options)
         self.function = function
         self.optimizers: list[Optimizer] | None = None
-        call = functools.partial(backend, options=options)
-        self._compiled: Callable[P, R] = torch.compile(function, backend=call, fullgraph=True)
+        given = dict(options) if options else None
+        self._compiled: Callable[P, R] = torch.compile(function, backend="dtensor", options=given, fullgraph=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.optimizers is None:

@@ -227,11 +227,8 @@ def aot_backend(
     )
 
 
-def inductor_compile(
-    gm: Any, example_inputs: Any, config_patches: dict[str, Any], decompositions: dict[Any, Any] | None = None
-) -> Any:
-    """Compile a Dynamo graph with Inductor, with its configuration patched for forward and backward; None for
-    Inductor's decompositions.
+def inductor_compile(gm: Any, example_inputs: Any, config_patches: dict[str, Any]) -> Any:
+    """Compile a Dynamo graph with Inductor, with its configuration patched for forward and backward.
 
     Since torch 2.14, Inductor may reorder collectives after the passes have ordered them. This is turned off: the new
     order would depend on the sizes of tensors on this rank, which for uneven shards differ from those on other ranks.
@@ -240,7 +237,7 @@ def inductor_compile(
 
     if hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"):
         config_patches = config_patches | {"aten_distributed_optimizations.enable_simple_overlap": False}
-    return compile_fx(gm, example_inputs, config_patches=config_patches, decompositions=decompositions)
+    return compile_fx(gm, example_inputs, config_patches=config_patches)
 
 
 @functools.cache

@@ -156,6 +156,7 @@ def no_longer(handler: Handler) -> None:
 
 def install() -> None:
     """Stand before Dynamo from now on, without a handler at first: what it compiles is then told as a compilation."""
+    own_compile()  # as it is before this
     if convert_frame.ConvertFrameAssert.__call__ is not _compile:
         convert_frame.ConvertFrameAssert.__call__ = _compile
         convert_frame.get_and_maybe_log_recompilation_reasons = _recompilation_reasons

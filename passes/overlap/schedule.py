@@ -53,7 +53,8 @@ class Schedule(Pass):
     Several may be in flight if they are small.
 
     A reduction whose result no other collective needs, such as that of a gradient, is waited for when too many bytes
-    are in flight. If another collective sends its result on (the sum over replicas of a reduce-scattered gradient),
+    are in flight. So is one whose result only a collective needs that needs many more: the norm of all gradients. If
+    another collective sends its result on (the sum over replicas of a reduce-scattered gradient),
     that one starts then.
 
     `ahead` bounds the bytes of the buffers in flight, started and not yet waited for, separately for each of these
@@ -97,6 +98,11 @@ class Schedule(Pass):
 
 ROUNDS = 8
 """The largest number of orders tried until one no longer changes; after the second round few change."""
+
+
+CHAINED = 4
+"""A collective that needs the results of more than so many others is no link of a chain; the norm of all gradients needs
+those of all their reductions. (Attention needs the three of queries, keys and values.)"""
 
 
 def _ordered(facts: "_Facts", ahead: int) -> list[fx.Node]:
@@ -348,7 +354,7 @@ def _then(
 ) -> dict[fx.Node, list[fx.Node]]:
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
-        if _is_plain(node) and node not in sent_on:
+        if _is_plain(node) and node not in sent_on and len(behind[node]) <= CHAINED:
             for wait in behind[node]:
                 found.setdefault(wait.all_input_nodes[0], []).append(node)
     return found

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..core import never_traced as _never_traced  # noqa: F401 (first: the version of torch is checked there)
+from ..on_demand import when_imported  # first: the version of torch is checked there
 
 # isort: split
 from torch._dynamo import config as dynamo_config
@@ -38,13 +38,20 @@ _own_automatic = builder.process_automatic_dynamic
 
 
 def decompositions() -> dict[Any, Callable[..., Any]] | None:
-    """How to take operators apart that take a number of the host which changes, such as a learning rate as `alpha`;
-    None where no whole step is compiled.
+    """How AOTAutograd is to take operators apart that take a number of the host which changes, such as a learning rate
+    as `alpha`; None where no whole step is compiled. Inductor knows them by itself.
 
     Torch makes such numbers tensors only where an operator multiplies or adds them. It takes others for constants, and
     compiles anew when they change.
     """
     return dict(_TAKEN_APART) if _whole.get() else None
+
+
+def inductor_options() -> dict[str, Any]:
+    """What Inductor is to do otherwise when it compiles a whole step: it takes that for a graph without a backward, of
+    which it moves all computations right before their first use. A gradient that is first read when all are clipped
+    would be computed, and sent, after the whole backward."""
+    return {"reorder_for_locality": False} if _whole.get() else {}
 
 
 def _add(x: Any, y: Any, *, alpha: Any = 1) -> Any:
@@ -77,11 +84,10 @@ _TAKEN_APART: dict[Any, Callable[..., Any]] = {
 }
 
 
-def with_inductors(ours: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Inductor's decompositions, each of which comes after ours of the same operator."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    found = dict(select_decomp_table())
+def _extend_inductors() -> None:
+    """Put ours before Inductor's decompositions of the same operators, from now on. (To give it a table of its own
+    would keep torch from caching what is compiled.)"""
+    from torch._inductor.decomposition import decompositions as found
 
     def first(own: Callable[..., Any], then: Callable[..., Any] | None) -> Callable[..., Any]:
         def either(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +96,7 @@ def with_inductors(ours: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..
 
         return either
 
-    return {**found, **{op: first(own, found.get(op)) for op, own in ours.items()}}
+    found.update({op: first(own, found.get(op)) for op, own in _TAKEN_APART.items()})
 
 
 @contextmanager
@@ -115,6 +121,7 @@ def _install() -> None:
     OptimizerVariable.var_getattr = _var_getattr
     OptimizerVariable.call_method = _call_method
     builder.process_automatic_dynamic = _process_automatic_dynamic
+    when_imported("torch._inductor.decomposition", _extend_inductors)
 
 
 def _var_getattr(self: Any, tx: Any, name: str) -> Any:
@@ -179,4 +186,4 @@ def _zero_grad_with(own: Callable[..., Any]) -> Callable[..., Any]:
     return zero_grad
 
 
-__all__ = ["decompositions", "whole_step", "with_inductors"]
+__all__ = ["decompositions", "inductor_options", "whole_step"]

@@ -357,6 +357,14 @@ def test_by_the_environment(made, monkeypatch):
         load_if_asked()
 
 
+def test_what_does_not_fit_is_compiled_where_the_environment_names_the_package(made, monkeypatch):
+    """Which `import dtensor` loads, before anything else stands before Dynamo."""
+    monkeypatch.setenv("DTENSOR_PACKAGE", str(made))
+    script = "import torch, dtensor; assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1)) == 2"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_it_is_written_whole_or_not_at_all(safe_folder, monkeypatch):
     path = safe_folder / "there.package"
     path.write_bytes(b"before")

@@ -218,3 +218,24 @@ def test_effects_of_other_kinds_are_no_order(bench):
     effects = {node: [x for x in before[node] if is_effect(x)] for node in gm.graph.nodes if is_effect(node)}
     names = {node.name: [x.name for x in found] for node, found in effects.items()}
     assert names == {"_assert_async": [], "rand": [], "rand_1": ["rand"]}
+
+
+def test_the_norm_of_all_gradients_is_no_chain(bench):
+    """Reductions of gradients whose only next collective is that of their norm make room for each other, as those that
+    none follows."""
+
+    def f(x, *weights):
+        sums, h = [], x
+        for w in weights:
+            h = h @ w
+            sums.append(ops.reduce_scatter(h, "sum", 0, bench.tp))
+        norm = ops.all_reduce(sum((g * g).sum() for g in sums), "sum", bench.tp)
+        return [g * norm for g in sums]
+
+    gm = lowered(bench, f, *[(4, 4)] * 7)
+    bench.apply(Schedule(), gm)
+    flying = most = 0
+    for node in gm.graph.nodes:
+        flying += (node.target in ir.STARTS) - (node.target is ir.WAIT)
+        most = max(most, flying)
+    assert most == 1

@@ -1,0 +1,206 @@
+"""whole: a training step with clipping and optimizers as one graph, against the same in three, and against torch.
+
+"dtensor" is `dtensor.compile.step`. In three graphs the model with its loss is compiled, and so are the steps of the
+optimizers; clipping between them runs operator by operator. Torch's sides are FSDP2 and DDP with a compiled model and
+optimizers as torch runs them. With Muon, parameters that are no matrices are AdamW's. Losses are compared before
+anything is timed. The peak is what one step of the first rank allocates, of a mesh of which the others do not exist.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dtensor.compile
+from dtensor import DTensor, init_device_mesh
+from dtensor.parallel import clip_grad_norm_
+from dtensor.tools.demo_plans import PLANS
+
+from .. import models, namespaces
+from ..counting import counting_ranks
+from ..effort import Effort
+from ..models import Model, Sizes, named
+from ..namespaces import End
+from ..plans import applied
+from ..ranks import on_ranks
+from ..record import OURS, Record, Setting
+from ..sides import batch, forget, reason
+from ..timing import compared, interleaved
+from .memory import allocated
+from .step import LOOPBACK, RATES
+
+THREE, TORCH = "three graphs", "torch"
+FAST = RATES[0]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model of `bench.models` by a plan of the demo, and its optimizer."""
+
+    model: str
+    plan: str
+    optimizer: str
+    ranks: int = 2
+
+
+AMOUNTS: dict[str, tuple[tuple[Job, ...], Sizes, int, tuple[str, ...]]] = {
+    "tiny": ((Job("mlp", "fsdp", "AdamW"),), Sizes(dim=16, seq=4, batch=4), 2, (LOOPBACK,)),
+    "quick": (
+        (
+            *[Job("llama-2", plan, "AdamW") for plan in ("fsdp", "ddp", "tp")],
+            Job("llama-2", "fsdp", "Muon"),
+        ),
+        Sizes(dim=256, seq=128, batch=8, vocab=1024, heads=8, kv_heads=4),
+        8,
+        (LOOPBACK, FAST),
+    ),
+    "full": (
+        tuple(
+            [Job("llama-2", plan, o, n) for n in (2, 4) for plan in ("fsdp", "ddp", "tp") for o in ("AdamW", "Muon")]
+        ),
+        Sizes(dim=256, seq=128, batch=8, vocab=1024, heads=8, kv_heads=4),
+        15,
+        (LOOPBACK, *RATES),
+    ),
+}
+"""Jobs, sizes, rounds, and links."""
+
+
+def optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters, or Muon for those that are matrices and AdamW for the others."""
+    held = list(model.parameters())
+    first = [p for p in held if p.dim() == 2] if name == "Muon" else []
+    rest = [p for p in held if p.dim() != 2 or name != "Muon"]
+    found: list[torch.optim.Optimizer] = [torch.optim.Muon(first, lr=1e-3)] if first else []
+    return [*found, torch.optim.AdamW(rest, lr=1e-3)] if rest else found
+
+
+def trained(side: str, job: Job, model: Model, mesh: Any, agreement: bool = True) -> Callable[[Any, Any], Any]:
+    """The step of a side: from a batch to its loss."""
+    options = {} if agreement else {"agreement": False}
+    library = "torch" if side == TORCH else "dtensor"
+    built = applied(model.dense(mesh.device_type), model.family, library, job.plan, mesh)
+    steps = optimizers(job.optimizer, built)
+    clip: Any = torch.nn.utils.clip_grad_norm_ if side == TORCH else clip_grad_norm_
+
+    def loss(inputs: Any, targets: Any) -> Any:
+        return models.loss(built(inputs), targets)
+
+    if side == OURS:
+
+        def whole(inputs: Any, targets: Any) -> Any:
+            found = loss(inputs, targets)
+            found.backward()
+            clip(built.parameters(), 1.0)
+            for optimizer in steps:
+                optimizer.step()
+                optimizer.zero_grad()
+            return found.detach()
+
+        return dtensor.compile.step(whole, options=options)
+    ours: dict[str, Any] = {} if side == TORCH else {"backend": "dtensor", "options": options}
+    forward: Any = torch.compile(loss, **ours)
+    updates = [o.step if side == TORCH else torch.compile(o.step, **ours) for o in steps]
+
+    def apart(inputs: Any, targets: Any) -> Any:
+        found = forward(inputs, targets)
+        found.backward()
+        clip(built.parameters(), 1.0)
+        for optimizer, update in zip(steps, updates):
+            update()
+            optimizer.zero_grad()
+        return found.detach()
+
+    return apart
+
+
+def sides(job: Job) -> tuple[str, ...]:
+    """What is compared; of tensor parallelism torch's compiled side is timed in `step`."""
+    return (OURS, THREE) if job.plan == "tp" else (OURS, THREE, TORCH)
+
+
+def mesh_of(job: Job) -> Any:
+    """The mesh of the plan for so many ranks."""
+    plan = PLANS[job.plan]
+    return init_device_mesh("cpu", plan.mesh_shape(job.ranks), mesh_dim_names=plan.axes)
+
+
+def on_rank(
+    rank: int, job: Job, sizes: Sizes, rounds: int, links: tuple[str, ...], end: End | None
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
+    """Time each side on each link: link -> side -> seconds in each round; and why a side does not run."""
+    model, mesh = named(job.model, sizes), mesh_of(job)
+    given = [batch(model, job.plan, mesh, k) for k in range(4)]
+    runs: dict[str, Callable[[], Any]] = {}
+    losses: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
+    for side in sides(job):
+        try:
+            step = trained(side, job, model, mesh)
+            losses[side] = [value(step(*x)) for x in given]
+            runs[side] = lambda step=step: step(*given[0])
+        except Exception as error:  # the failure of a peer is a result
+            if side == OURS:
+                raise
+            failed[side] = reason(side, error)
+    for side, found in losses.items():
+        for a, b in zip(losses[OURS], found):
+            assert abs(a - b) <= 1e-3 * abs(b), f"{job}: losses of {side} differ: {found} and {losses[OURS]}"
+    times: dict[str, dict[str, list[float]]] = {}
+    for link in links:
+        if end is not None and rank in (0, job.ranks // 2):
+            namespaces.limit(end, link)
+        times[link] = interleaved(runs, rounds, calls=2, before=dist.barrier, warm=1)
+    return times, failed
+
+
+def value(loss: Any) -> float:
+    """A loss as a number."""
+    return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+
+
+def peak(side: str, job: Job, sizes: Sizes) -> int:
+    """Return the bytes that the fourth step allocates, at its peak."""
+    forget()
+    with counting_ranks(job.ranks):
+        model, mesh = named(job.model, sizes), mesh_of(job)
+        step, given = trained(side, job, model, mesh, agreement=False), batch(model, job.plan, mesh, 0)
+        for _ in range(3):
+            step(*given)
+        return allocated(lambda: step(*given))
+
+
+def run(effort: Effort) -> Iterator[Record]:
+    """Yield records of each job and link."""
+    jobs, sizes, rounds, links = effort.of(AMOUNTS)
+    without = namespaces.why_not()
+    for job in effort.progress(jobs, "whole"):
+        if job.plan != "tp":  # of which eager mode, the first step, asks the other ranks
+            yield _setting(job, "").counted("peak", "bytes", peak(OURS, job, sizes), THREE, peak(THREE, job, sizes))
+        yield from _records(job, *on_ranks(on_rank, job.ranks, job, sizes, rounds, (LOOPBACK,), timeout=1800.0))
+        slow = tuple([link for link in links if link != LOOPBACK])
+        if slow and without:
+            yield _setting(job, slow[0]).missing("step", without)
+        elif slow:
+            with namespaces.joined() as ends:
+                found = on_ranks(on_rank, job.ranks, job, sizes, rounds, slow, ends=ends, timeout=1800.0)
+                yield from _records(job, *found)
+
+
+def _setting(job: Job, link: str) -> Setting:
+    return Setting("whole", job.model, f"{job.plan}, {job.optimizer}", job.ranks, link)
+
+
+def _records(job: Job, times: dict[str, Any], failed: dict[str, str]) -> Iterator[Record]:
+    for link, found in times.items():
+        for peer in found:
+            if peer != OURS:
+                yield _setting(job, link).timed("step", "ms", compared(found[OURS], found[peer], 1e3), peer)
+    for peer, why in failed.items():
+        yield _setting(job, next(iter(times))).missing("step", why, peer)
+
+
+__all__ = ["run"]
