@@ -101,8 +101,8 @@ ROUNDS = 8
 
 
 CHAINED = 4
-"""A collective that needs the results of more than so many others is no link of a chain; the norm of all gradients needs
-those of all their reductions. (Attention needs the three of queries, keys and values.)"""
+"""A collective that needs the results of more than so many others is no link of a chain: the norm of all gradients
+needs those of all their reductions. (Attention needs the three of queries, keys and values.)"""
 
 
 def _ordered(facts: "_Facts", ahead: int) -> list[fx.Node]:

@@ -1,7 +1,6 @@
 """Functions of whole matrices that are sharded: each matrix is worked on once, by the rank that owns it meanwhile."""
 
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -18,15 +17,16 @@ Item = tuple[torch.Tensor, ...]
 def map_matrices(function: Callable[..., Any], *lists: Sequence[torch.Tensor]) -> Any:
     """Apply a function to whole matrices, such as the iterations of Muon, Shampoo or SOAP, each of them on one rank.
 
-    `[function(a, b) for a, b in zip(*lists)]`, of DTensors on their shards. As many matrices of one kind as the axes
-    that shard them have ranks are exchanged at once: every rank sends its shards of all of them in one all-to-all,
-    receives one matrix whole, computes, and the results go back in another. A rank sends (n-1)/n of its shards each
-    way, and computes a share of 1/n of the matrices, rounded up for each kind (shape, dtype, placements). What is
-    computed are the same operators on the same whole matrices as on one device, so results have the same bits.
+    `[function(a, b) for a, b in zip(*lists)]`, of DTensors on their shards. As many matrices of one kind as the mesh
+    has ranks are exchanged at once: every rank sends its shards of all of them in one all-to-all, receives one matrix
+    whole, computes, and the results go back in another. So a rank computes a share of 1/n of the matrices, rounded up
+    for each kind (shape, dtype, placements), and sends (n-1)/n of its shards each way. Over an axis that replicates the
+    matrices nothing needs to be sent before, and the results are gathered. What is computed are the same operators on
+    the same whole matrices as on one device, so results have the same bits.
 
-    Cast matrices before, not in `function`, if it computes in a smaller dtype: they are sent as they are given. Over an
-    axis that replicates them, every rank computes the same. In eager mode the exchanges of later matrices run while
-    earlier ones are computed; in a compiled graph the passes see to that.
+    Cast matrices before, not in `function`, if it computes in a smaller dtype: they are sent as they are given. In
+    eager mode the exchanges of later matrices run while earlier ones are computed; in a compiled graph the passes see
+    to that.
 
     Args:
         function: from one tensor of each list, whole, to a tensor of the shape of the first, or to a tuple of tensors
@@ -70,18 +70,15 @@ class _Turn:
         self.places, self.items = places, [items[k] for k in places]
         like: Any = self.items[0]
         self.mesh: DeviceMesh = like[0].device_mesh
-        self.axes = _axes(like)
-        self.owners = prod([self.mesh.size(axis) for axis in self.axes])
         self.back = [[Replicate() if p.is_partial() else _later(p) for p in x.placements] for x in like]
         self.whole: list[Any] = []
 
     def send(self) -> None:
         """Start to exchange the shards for whole matrices. A rank without a matrix of its own is given one again."""
-        fill = [self.items[k % len(self.items)] for k in range(self.owners)]
-        target = [Shard(0) if axis in self.axes else Replicate() for axis in range(self.mesh.ndim)]
+        fill = [self.items[k % len(self.items)] for k in range(self.mesh.size())]
+        self.target = [Shard(0)] * self.mesh.ndim
         for tensors in zip(*fill):
-            self.whole.append(torch.stack(tensors).redistribute(placements=target, async_op=_is_eager()))  # pyright: ignore
-        self.target = target
+            self.whole.append(torch.stack(tensors).redistribute(placements=self.target, async_op=_is_eager()))  # pyright: ignore
 
     def compute(self, function: Callable[..., Any]) -> None:
         """Compute this rank's matrix, and start to exchange the results for shards of all of them."""
@@ -111,15 +108,9 @@ def _later(p: Placement) -> Placement:
     return Shard(p.dim + 1) if isinstance(p, Shard) else p
 
 
-def _axes(item: Any) -> tuple[int, ...]:
-    """The mesh axes over which a tensor of the item is not whole."""
-    mesh = item[0].device_mesh
-    return tuple([axis for axis in range(mesh.ndim) if any(not x.placements[axis].is_replicate() for x in item)])
-
-
 def _turns(places: list[int], items: list[Item]) -> Iterator[list[int]]:
     like: Any = items[places[0]]
-    owners = prod([like[0].device_mesh.size(axis) for axis in _axes(like)])
+    owners = like[0].device_mesh.size()
     for k in range(0, len(places), owners):
         yield places[k : k + owners]
 

@@ -112,10 +112,11 @@ def trained(rank, ranks, plan, name, options, steps=10, parts=1):
 @with_ranks(2, timeout=240)
 def test_ten_steps_are_those_of_one_device(rank):
     """With clipping and a schedule; one graph, which a changed learning rate does not compile again."""
-    for plan, name in (("fsdp", "AdamW"), ("tp", "SGD"), ("view", "AdamW"), ("fsdp", "Muon"), ("fsdp", "Adafactor")):
+    for plan, name in (("fsdp", "SGD"), ("view", "Muon")):
         assert trained(rank, 2, plan, name, {"inner": "aot_eager"}) == 1, (plan, name)
 
 
+@pytest.mark.nightly
 @with_ranks(2, timeout=240)
 def test_under_inductor_and_accumulated(rank):
     assert trained(rank, 2, "fsdp", "AdamW", {}, steps=5, parts=2) == 1

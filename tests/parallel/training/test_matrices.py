@@ -108,6 +108,19 @@ def test_bytes_and_work(rank):
     assert sum(c.bytes for c in counted.collectives) == 2 * 8 * (8 * 8 * 4) // 4 * 3 // 4
 
 
+@with_threads(4)
+def test_replicated_matrices_are_divided_too(rank):
+    """Of eight matrices, replicated over one axis and sharded over the other, each of four ranks computes two."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    given = [distribute_tensor(x, mesh, [Replicate(), Shard(0)]) for x in values([(8, 8)] * 8)]
+    calls = []
+    with CountCollectives() as counted:
+        found = map_matrices(lambda x: calls.append(x) or x * 2, given)
+        assert all(torch.equal(y.to_local(), x.to_local() * 2) for x, y in zip(given, found))
+    assert len(calls) == 2
+    assert sorted({c.op for c in counted.collectives}) == ["all_gather", "all_to_all"]
+
+
 @with_threads(2)
 def test_refusals(rank):
     mesh = init_device_mesh("cpu", (2,))
@@ -151,6 +164,7 @@ def test_muon_has_the_bits_of_one_device(rank):
             assert torch.equal(a, b.full_tensor())
 
 
+@pytest.mark.nightly
 @with_ranks(2)
 def test_muon_compiled_has_the_bits_of_one_device(rank):
     mesh = init_device_mesh("cpu", (2,))

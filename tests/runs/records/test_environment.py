@@ -6,6 +6,8 @@ import runpy
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from dtensor.runs.comparing.report import report
 from dtensor.testing import run_ranks
 from tests.interpreter import python
@@ -76,6 +78,7 @@ def said(program, mode, **variables):
     return re.findall("said .*", done.stdout)
 
 
+@pytest.mark.nightly
 def test_eager_and_compiled_programs(tmp_path):
     """Two steps of three, of which activations are kept."""
     program = tmp_path / "program.py"
