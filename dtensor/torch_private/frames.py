@@ -37,6 +37,7 @@ from . import graph_cache
 from .graph_cache import WHOLE, exchanging
 from .own_errors import in_the_open
 from .phases import compilation, repeats
+from .training.whole_steps import is_whole_step
 
 BY_IDENTITY = ("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "CLOSURE_MATCH")
 """Guards that hold for one object of one process."""
@@ -196,15 +197,16 @@ def _install_global_unsafe(self: Any, name: str, value: Any) -> None:
 
 
 def _static_address_type(value: Any) -> Any:
-    """As Dynamo tells whether a tensor is known by its address; what is recorded takes every tensor as an input."""
+    """As Dynamo tells whether a tensor is known by its address; what is recorded takes every tensor as an input, and so
+    does a whole step, whose backward finds no others."""
     found = _own_static_address_type(value)
-    return "unguarded" if found == "guarded" and _recorder.get() is not None else found
+    return "unguarded" if found == "guarded" and (_recorder.get() is not None or is_whole_step()) else found
 
 
 def _is_from_optimizer_source(source: Any) -> bool:
     """As Dynamo tells whether a tensor is reached through an optimizer, whose parameters are known by their addresses,
-    so that gradients, and which tensors are the same, need no guards; what is recorded needs them."""
-    return _recorder.get() is None and _own_is_from_optimizer_source(source)
+    so that gradients, and which tensors are the same, need no guards; what is recorded needs them, and a whole step."""
+    return _recorder.get() is None and not is_whole_step() and _own_is_from_optimizer_source(source)
 
 
 def _get_python_args(self: Any, *args: Any, **kwargs: Any) -> Any:

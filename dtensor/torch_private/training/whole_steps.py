@@ -20,10 +20,19 @@ from ..on_demand import when_imported  # first: the version of torch is checked 
 
 # isort: split
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.pgo import auto_dynamic
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builder
+from torch._dynamo.variables.constant import (
+    CONSTANT_VARIABLE_FALSE,
+    CONSTANT_VARIABLE_NONE,
+    CONSTANT_VARIABLE_TRUE,
+    ConstantVariable,
+)
 from torch._dynamo.variables.functions import UserMethodVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch import config as functorch_config
 
@@ -35,6 +44,8 @@ _whole: ContextVar[bool] = ContextVar("dtensor_whole_step", default=False)
 _own_getattr = OptimizerVariable.var_getattr
 _own_call = OptimizerVariable.call_method
 _own_automatic = builder.process_automatic_dynamic
+_own_leaves = TensorVariable._collect_backward_inputs
+_own_attribute = TensorVariable.var_getattr
 
 
 def decompositions() -> dict[Any, Callable[..., Any]] | None:
@@ -99,6 +110,11 @@ def _extend_inductors() -> None:
     found.update({op: first(own, found.get(op)) for op, own in _TAKEN_APART.items()})
 
 
+def is_whole_step() -> bool:
+    """Whether what Dynamo compiles now is a whole training step."""
+    return _whole.get()
+
+
 @contextmanager
 def whole_step() -> Iterator[None]:
     """A context in which what Dynamo compiles is a whole training step."""
@@ -121,6 +137,8 @@ def _install() -> None:
     OptimizerVariable.var_getattr = _var_getattr
     OptimizerVariable.call_method = _call_method
     builder.process_automatic_dynamic = _process_automatic_dynamic
+    TensorVariable._collect_backward_inputs = _collect_backward_inputs
+    TensorVariable.var_getattr = _attribute_of_tensor
     when_imported("torch._inductor.decomposition", _extend_inductors)
 
 
@@ -147,6 +165,38 @@ def _process_automatic_dynamic(tx: Any, name: str, entry: Any, **kwargs: Any) ->
     """As Dynamo decides whether a number is a constant, which learning rates are not."""
     found = _own_automatic(tx, name, entry, **kwargs)
     return replace(found, scalar=auto_dynamic) if _whole.get() and LEARNING_RATE.search(name) else found
+
+
+def _collect_backward_inputs(self: Any, vars_iter: Any, error_on_non_leaf: bool = False) -> Any:
+    """As Dynamo finds the tensors that `backward` gives gradients, of all that the function has met so far.
+
+    Torch looks among inputs of the graph only, and is silent where there is none.
+    """
+    if not _whole.get() or error_on_non_leaf:
+        return _own_leaves(self, vars_iter, error_on_non_leaf)
+    met = InstructionTranslator.current_tx().output.side_effects.id_to_variable.values()
+    found = _own_leaves(self, [*vars_iter, *met])
+    if not found:
+        unimplemented(
+            gb_type="backward of a whole step",
+            context=str(self),
+            explanation="backward() finds no tensor to give a gradient to.",
+            hints=["Compute the loss from parameters that require gradients, outside of torch.no_grad()."],
+        )
+    return found
+
+
+def _attribute_of_tensor(self: Any, tx: Any, name: str) -> Any:
+    """As Dynamo reads an attribute of a tensor, but for a gradient that is None, and for flags. Torch (2.13) notes where
+    it was read on the one object that stands for None, True or False, in this and all later compilations."""
+    found: Any = _own_attribute(self, tx, name)
+    if any(found is shared for shared in _SHARED) and found.source is not None:
+        source, found.source = found.source, None
+        return ConstantVariable(found.value, source=source)
+    return found
+
+
+_SHARED = (CONSTANT_VARIABLE_NONE, CONSTANT_VARIABLE_TRUE, CONSTANT_VARIABLE_FALSE)
 
 
 def _as_it_is(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,4 +236,4 @@ def _zero_grad_with(own: Callable[..., Any]) -> Callable[..., Any]:
     return zero_grad
 
 
-__all__ = ["decompositions", "inductor_options", "whole_step"]
+__all__ = ["decompositions", "inductor_options", "is_whole_step", "whole_step"]

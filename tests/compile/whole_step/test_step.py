@@ -12,6 +12,7 @@ from dtensor.compile import Options
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, clip_grad_norm_, fully_shard, parallelize_module
 from dtensor.testing import with_ranks, with_threads
 from dtensor.torch_private.compiling import dynamo_counters
+from dtensor.torch_private.training import whole_steps
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -125,16 +126,13 @@ def test_under_inductor_and_accumulated(rank):
 @pytest.mark.nightly
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_by_every_plan(plan, name):
-    @with_ranks(2, timeout=600)
-    def run(rank):
-        for options in (None, {"inner": "aot_eager"}, {}):
-            if (name, options) == ("Muon", {}):
-                continue  # whose bfloat16 Inductor computes in float32 where it fuses, on one device as well
-            assert trained(rank, 2, plan, name, options) == (options is not None)
-        assert trained(rank, 2, plan, name, {"inner": "aot_eager"}, parts=2) == 1
-
-    run()
+@with_ranks(2, timeout=600)
+def test_every_optimizer_by_every_plan(rank, plan, name):
+    for options in (None, {"inner": "aot_eager"}, {}):
+        if (name, options) == ("Muon", {}):
+            continue  # whose bfloat16 Inductor computes in float32 where it fuses, on one device as well
+        assert trained(rank, 2, plan, name, options) == (options is not None)
+    assert trained(rank, 2, plan, name, {"inner": "aot_eager"}, parts=2) == 1
 
 
 @with_threads(1)
@@ -159,6 +157,41 @@ def test_hooks(rank):
     assert not torch.equal(model.down.weight, Model().down.weight)
     assert seen == [optimizer] * 3
     assert step.optimizers == [optimizer]
+
+
+def cleared_first():
+    """A step that begins with `optimizer.zero_grad()`: a trace meets the parameters before the model's forward."""
+    model = Model()
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return model, step
+
+
+def test_gradients_may_be_cleared_first():
+    (plain, step), (model, whole) = cleared_first(), cleared_first()
+    whole = dtensor.compile.step(whole, options={"inner": "aot_eager"})
+    for x, y in batches(4, "one", 0, 1):
+        torch.testing.assert_close(whole(x, y), step(x, y))
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(b, a)
+        torch.testing.assert_close(b.grad, a.grad)
+
+
+def test_a_backward_that_finds_nothing_is_an_error(monkeypatch):
+    monkeypatch.setattr(whole_steps, "_own_leaves", lambda *_: [])
+    _, step = cleared_first()
+    step = dtensor.compile.step(step, options={"inner": "aot_eager"})
+    x, y = next(batches(1, "one", 0, 1))
+    step(x, y)
+    with pytest.raises(Exception, match="finds no tensor to give a gradient to"):
+        step(x, y)
 
 
 def test_refusals():
