@@ -187,8 +187,11 @@ def _collect_backward_inputs(self: Any, vars_iter: Any, error_on_non_leaf: bool 
 
 
 def _attribute_of_tensor(self: Any, tx: Any, name: str) -> Any:
-    """As Dynamo reads an attribute of a tensor, but for a gradient that is None, and for flags. Torch (2.13) notes where
-    it was read on the one object that stands for None, True or False, in this and all later compilations."""
+    """As Dynamo reads an attribute of a tensor, but for a gradient that is None, and for flags.
+
+    Torch (2.13) notes where it was read on the one object that stands for None, True or False, in this and in all later
+    compilations.
+    """
     found: Any = _own_attribute(self, tx, name)
     if any(found is shared for shared in _SHARED) and found.source is not None:
         source, found.source = found.source, None
