@@ -13,6 +13,7 @@ from dtensor.torch_private.training.optimizers import after_steps_of_all, steps_
 from dtensor.torch_private.training.whole_steps import whole_step
 
 from ..backends.options import Options
+from .seam import FIRST_GRADIENT
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,7 +38,7 @@ class CompiledStep(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.optimizers is None:
             return self._first(*args, **kwargs)
-        with whole_step():
+        with whole_step(FIRST_GRADIENT):
             result = self._compiled(*args, **kwargs)
         for optimizer in self.optimizers:
             after_steps_of_all(optimizer)

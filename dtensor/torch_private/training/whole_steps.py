@@ -8,6 +8,7 @@ traced as any other code. Learning rates become inputs of the graph: torch would
 import functools
 import inspect
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +25,7 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builder
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import (
     CONSTANT_VARIABLE_FALSE,
     CONSTANT_VARIABLE_NONE,
@@ -40,12 +42,14 @@ LEARNING_RATE = re.compile(r"param_groups\b.*\['lr'\]$")
 """The learning rate of a group of an optimizer, as Dynamo writes where a value comes from."""
 
 _whole: ContextVar[bool] = ContextVar("dtensor_whole_step", default=False)
+_seam: ContextVar[Any] = ContextVar("dtensor_whole_step_seam", default=None)
 
 _own_getattr = OptimizerVariable.var_getattr
 _own_call = OptimizerVariable.call_method
 _own_automatic = builder.process_automatic_dynamic
 _own_leaves = TensorVariable._collect_backward_inputs
 _own_attribute = TensorVariable.var_getattr
+_own_backward = TensorVariable.method_backward
 
 
 def decompositions() -> dict[Any, Callable[..., Any]] | None:
@@ -116,20 +120,41 @@ def is_whole_step() -> bool:
 
 
 @contextmanager
-def whole_step() -> Iterator[None]:
-    """A context in which what Dynamo compiles is a whole training step."""
+def whole_step(first_gradient: Any = None) -> Iterator[None]:
+    """A context in which what Dynamo compiles is a whole training step.
+
+    Args:
+        first_gradient: the operator that gives the gradient of a loss that is a plain tensor; None for torch's ones.
+    """
     _install()
-    token, before = (
-        _whole.set(True),
-        (dynamo_config.trace_autograd_ops, functorch_config.remat_using_tags_for_fwd_loss_bwd_graph),
-    )
-    dynamo_config.trace_autograd_ops = True
-    functorch_config.remat_using_tags_for_fwd_loss_bwd_graph = False  # `dtensor.passes.Recompute` does that
+    tokens = _whole.set(True), _seam.set(first_gradient)
+    _settings.needed(1)
     try:
         yield
     finally:
-        dynamo_config.trace_autograd_ops, functorch_config.remat_using_tags_for_fwd_loss_bwd_graph = before
-        _whole.reset(token)
+        _settings.needed(-1)
+        _whole.reset(tokens[0])
+        _seam.reset(tokens[1])
+
+
+class _Settings:
+    """The settings of torch that a whole step needs. All threads share them; ranks may be threads."""
+
+    def __init__(self) -> None:
+        self.lock, self.count, self.before = threading.Lock(), 0, (False, False)
+
+    def needed(self, change: int) -> None:
+        """Set them when the first thread needs them, and undo that when none does any more."""
+        with self.lock:
+            if self.count == 0:
+                self.before = dynamo_config.trace_autograd_ops, functorch_config.remat_using_tags_for_fwd_loss_bwd_graph
+            self.count += change
+            trace, again = (True, False) if self.count else self.before
+            dynamo_config.trace_autograd_ops = trace
+            functorch_config.remat_using_tags_for_fwd_loss_bwd_graph = again  # which `dtensor.passes.Recompute` does
+
+
+_settings = _Settings()
 
 
 @functools.cache
@@ -139,6 +164,7 @@ def _install() -> None:
     builder.process_automatic_dynamic = _process_automatic_dynamic
     TensorVariable._collect_backward_inputs = _collect_backward_inputs
     TensorVariable.var_getattr = _attribute_of_tensor
+    TensorVariable.method_backward = _method_backward
     when_imported("torch._inductor.decomposition", _extend_inductors)
 
 
@@ -184,6 +210,15 @@ def _collect_backward_inputs(self: Any, vars_iter: Any, error_on_non_leaf: bool 
             hints=["Compute the loss from parameters that require gradients, outside of torch.no_grad()."],
         )
     return found
+
+
+def _method_backward(self: Any, tx: Any, gradient: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """As Dynamo traces `backward`, but that the gradient of a loss comes from the operator that was given."""
+    if gradient is None and _seam.get() is not None and self.python_type() is torch.Tensor:
+        gradient = VariableTracker.build(tx, _seam.get()).call_function(
+            tx, [self.call_method(tx, "detach", [], {})], {}
+        )
+    return _own_backward(self, tx, gradient, *args, **kwargs)
 
 
 def _attribute_of_tensor(self: Any, tx: Any, name: str) -> Any:

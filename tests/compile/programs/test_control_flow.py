@@ -110,7 +110,8 @@ def test_against_one_device(rank, name):
     check(name, init_device_mesh("cpu", (2,)), ([Shard(0)], [Shard(1)]), "aot_eager")
 
 
-@pytest.mark.parametrize("name", ["summed", pytest.param("sign", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["summed", "sign"])
 @with_ranks(2)
 def test_uneven_shards_of_any_length(rank, name):
     check(name, init_device_mesh("cpu", (2,)), ([Shard(0)], [Replicate()]), "aot_eager", sizes=(5, 4), dynamic=True)

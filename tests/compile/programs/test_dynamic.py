@@ -166,7 +166,7 @@ def check_images(plain, plan, inner, sizes, channels=3, order=torch.contiguous_f
 @pytest.mark.parametrize(
     ("order", "inner", "layers"),
     [
-        pytest.param(torch.channels_last, "aot_eager", 3, id="channels_last"),
+        pytest.param(torch.channels_last, "aot_eager", 3, id="channels_last", marks=pytest.mark.nightly),
         pytest.param(torch.channels_last, "aot_eager", 5, id="deeper", marks=pytest.mark.nightly),
         pytest.param(torch.contiguous_format, "inductor", 5, id="inductor", marks=pytest.mark.nightly),
     ],

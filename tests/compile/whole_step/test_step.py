@@ -1,5 +1,7 @@
 """A whole training step as one graph: the numbers of eager mode and of one device, whatever the optimizer and plan."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,6 +135,15 @@ def test_every_optimizer_by_every_plan(rank, plan, name):
             continue  # whose bfloat16 Inductor computes in float32 where it fuses, on one device as well
         assert trained(rank, 2, plan, name, options) == (options is not None)
     assert trained(rank, 2, plan, name, {"inner": "aot_eager"}, parts=2) == 1
+
+
+def test_settings_last_as_long_as_any_thread_needs_them():
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(whole_steps.whole_step())
+        second.enter_context(whole_steps.whole_step())
+        first.close()
+        assert torch._dynamo.config.trace_autograd_ops
+    assert not torch._dynamo.config.trace_autograd_ops
 
 
 @with_threads(1)

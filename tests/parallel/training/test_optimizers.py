@@ -139,6 +139,7 @@ def compiled_steps(cases, backend):
         assert graphs[0] == graphs[1], (name, mode)
 
 
+@pytest.mark.nightly
 @with_ranks(2)
 def test_compiled_step(rank):
     compiled_steps([("AdamW", {"fused": True})], "dtensor")

@@ -23,14 +23,20 @@ def reference(tmp_path_factory):
     return of
 
 
-IN_BFLOAT16 = ("tp", "fsdp", "qwen3")
-"""Also by day: sums over ranks of activations and of gradients, and a model of another library."""
+IN_BFLOAT16 = ("tp", "fsdp")
+"""Also by day: sums over ranks of activations and of gradients."""
+
+LATE = ("hsdp", "2d")
+"""By night: plans of four ranks."""
 
 
 @pytest.mark.parametrize(
     ("plan", "dtype"),
     [
-        *(pytest.param(plan, torch.float32, id=f"{plan}-float32") for plan in programs.PLANS),
+        *(
+            pytest.param(plan, torch.float32, id=f"{plan}-float32", marks=[pytest.mark.nightly] if plan in LATE else [])
+            for plan in programs.PLANS
+        ),
         *(
             pytest.param(
                 plan,
