@@ -44,8 +44,8 @@ class Taps(Protocol):
         `dtensor.runs.records.taps.Site`; "op" is the name in torch's schema."""
         ...
 
-    def is_same_value(self, op: str) -> bool:
-        """Whether an operator of that name returns what it is given, so that its result is not recorded."""
+    def holds_new_value(self, op: str) -> bool:
+        """Whether the result of an operator of that name holds a value, other than what it was given."""
         ...
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtensor.runs.records import taps
-from dtensor.runs.records.operator_kinds import same_value, short
+from dtensor.runs.records.operator_kinds import new_value, short
 
 from .frames import Frame
 
@@ -26,9 +26,9 @@ class FrameTaps:
         name = short(op) if kind == "op" else op
         return taps.site(taps.Site(phase, module, line, name, number, kind, spec, inputs))
 
-    def is_same_value(self, op: str) -> bool:
-        """Whether the result is not recorded."""
-        return same_value(op)
+    def holds_new_value(self, op: str) -> bool:
+        """Whether the result is recorded."""
+        return new_value(op)
 
 
 __all__ = ["FrameTaps"]

@@ -6,12 +6,13 @@ kernels take 3.0. An operator that it cannot look into keeps them apart, as two 
 """
 
 import torch
+from torch.library import register_fake
 
 from dtensor.mesh.operator_library import library
 
 library.define("first_gradient(Tensor loss) -> Tensor")
 library.impl("first_gradient", torch.ones_like, "CompositeExplicitAutograd")
-torch.library.register_fake("dtensor::first_gradient", torch.ones_like, lib=library)
+register_fake("dtensor::first_gradient", torch.ones_like, lib=library)
 
 FIRST_GRADIENT = torch.ops.dtensor.first_gradient.default
 

@@ -9,7 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from dtensor.errors import ArgumentError, ArgumentTypeError, shown
-from dtensor.torch_private.training.optimizers import after_steps_of_all, steps_noted
+from dtensor.torch_private.core import in_mode_that_compiles_nothing
+from dtensor.torch_private.training.optimizers import hooks_apart, steps_noted
 from dtensor.torch_private.training.whole_steps import whole_step
 
 from ..backends.options import Options
@@ -36,19 +37,16 @@ class CompiledStep(Generic[P, R]):
         self._compiled: Callable[P, R] = torch.compile(function, backend="dtensor", options=given, fullgraph=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self.optimizers is None:
-            return self._first(*args, **kwargs)
-        with whole_step(FIRST_GRADIENT):
-            result = self._compiled(*args, **kwargs)
-        for optimizer in self.optimizers:
-            after_steps_of_all(optimizer)
-        return result
+        if self.optimizers is None or in_mode_that_compiles_nothing():
+            return self._eager(*args, **kwargs)
+        with hooks_apart(self.optimizers), whole_step(FIRST_GRADIENT):
+            return self._compiled(*args, **kwargs)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         return self if owner is None else functools.partial(self, owner)
 
-    def _first(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the step as it is written, as optimizers make their states, and see which optimizers there are."""
+    def _eager(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the step as it is written, in which optimizers make their states, and see which optimizers there are."""
         with steps_noted() as optimizers:
             result = self.function(*args, **kwargs)
         for optimizer in optimizers:
@@ -80,7 +78,8 @@ def step(function: Callable[..., Any] | None = None, *, options: Mapping[str, An
     The first call runs eagerly, as optimizers make their states in it; the second compiles. Without the decorator the
     function does the same, operator by operator. A learning rate that changes does not compile it again, so that
     `scheduler.step()` is called after it; gradients are accumulated by as many `backward` calls in it. Hooks of an
-    optimizer of its own are part of the graph, those of all optimizers run after the step.
+    optimizer of its own are part of the graph; those of all optimizers, and those that are `torch.compiler.disable`d,
+    run after the step. Under a `TorchDispatchMode`, in which torch compiles nothing, it runs eagerly.
 
     Args:
         function: the step. It may take tensors and other values, and return some; it leaves no gradients that the next
@@ -113,6 +112,11 @@ def _check(optimizer: Optimizer) -> None:
         raise ArgumentError(
             "LBFGS evaluates the model as often as its line search asks for, so its step is no fixed graph; compile "
             "the model by torch.compile, and leave optimizer.step(closure) outside of it"
+        )
+    if isinstance(optimizer, torch.optim.Adafactor) and any(torch.is_tensor(g["lr"]) for g in optimizer.param_groups):
+        raise ArgumentError(
+            "the step of Adafactor(lr=a tensor) reads it on the host, so it cannot be traced; give lr as a number, "
+            "which may change without another compilation"
         )
     for what, instead in (("fused", "Inductor fuses the update"), ("differentiable", "compile the model alone")):
         if any(group.get(what) for group in optimizer.param_groups):

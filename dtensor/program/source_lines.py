@@ -15,6 +15,7 @@ _GENERATED = re.compile(r"/(\w\w)/c\1\w{49}\.py$")
 """The files that Inductor writes, in any folder."""
 
 _STILL_USERS = (str(_LIBRARY / "testing" / "models"), str(_LIBRARY / "tools"))
+_TAKE_STEPS = (f"{Path(torch.__file__).parent / 'optim'}/", str(_LIBRARY / "torch_private/training/whole_steps.py"))
 
 MADE = "_dtensor_made"
 """The attribute of a class of modules that this library generated: the function that generated it, its base class and
@@ -35,6 +36,11 @@ def is_users(file: str) -> bool:
     return file.startswith(_STILL_USERS) or not (of_python or file.startswith(_NOT_USERS) or _GENERATED.search(file))
 
 
+def takes_steps(file: str) -> bool:
+    """Whether a file belongs to torch's optimizers, or calls the step of any."""
+    return file.startswith(_TAKE_STEPS)
+
+
 def users_level() -> int:
     """The `stacklevel` by which a warning of the calling function names the user's line; 2 if there is none."""
     frame: Any = sys._getframe(1)
@@ -44,4 +50,4 @@ def users_level() -> int:
     return 2 if frame is None else level
 
 
-__all__ = ["MADE", "is_users", "not_generated", "users_level"]
+__all__ = ["MADE", "is_users", "not_generated", "takes_steps", "users_level"]

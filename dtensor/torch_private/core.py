@@ -84,6 +84,9 @@ from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
+from torch.utils._python_dispatch import (
+    is_in_any_mode_without_ignore_compile_internals as in_mode_that_compiles_nothing,
+)
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 _register_distributed_opaque_types()  # operators take meshes
@@ -747,6 +750,7 @@ __all__ = [
     "has_tangent",
     "higher_order_operators",
     "in_forward_mode",
+    "in_mode_that_compiles_nothing",
     "intercept",
     "is_being_compiled",
     "is_below_autograd",

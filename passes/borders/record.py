@@ -12,12 +12,13 @@ from dtensor.program.source_lines import is_users
 from dtensor.torch_private.core import OpOverload
 
 from ..graph import ir
-from ..graph.source import module, source, tell_modules
-from ..stages import BACKWARD, FORWARD, Compilation, Pass, Taps
+from ..graph.source import is_of_optimizer, module, source, tell_modules
+from ..stages import BACKWARD, FORWARD, INFERENCE, Compilation, Pass, Taps
 
 COLLECTIVES = ("dtensor", "_c10d_functional")
 """The namespaces of what redistributes."""
 
+OPTIMIZER = "optimizer"
 UNNUMBERED = -1
 """The number of a result if it is unknown which of several it is."""
 
@@ -71,7 +72,6 @@ class Record(Pass):
 class _Tapped:
     def __init__(self, graph: fx.Graph, taps: Taps, direction: str) -> None:
         self.graph, self.taps, self.direction = graph, taps, direction
-        self.phase = BACKWARD if direction == BACKWARD else FORWARD
         self.sites: dict[fx.Node, int] = {}
 
     def insert(self) -> None:
@@ -86,7 +86,7 @@ class _Tapped:
             _call(graph, torch.ops.dtensor.record_begin.default, (token, self.taps.graph(self.direction)))
         inputs = [n for n in graph.find_nodes(op="placeholder") if isinstance(ir.value(n), torch.Tensor) and n.users]
         for k, node in enumerate(inputs):
-            number = self.taps.site(self.phase, "", "", "input", k, "input", _spec(node), ())
+            number = self.taps.site(self.phase(), "", "", "input", k, "input", _spec(node), ())
             self.tap(start, node, token, number)
         for node in wanted:
             # What a redistribution sends may be an input, such as what the forward saved.
@@ -100,16 +100,22 @@ class _Tapped:
             _call(self.graph, torch.ops.dtensor.record.default, (node, token, number))
 
     def site(self, node: fx.Node) -> int:
-        path, line, spec = module(node), _line(node), _spec(node)
+        phase, path, line, spec = self.phase(node), module(node), _line(node), _spec(node)
         if _is_move(node):
             sent = self.sites.get(_sent(node) or node)
             given = () if sent is None else (sent,)
             op = f"redistribute {node.meta[MOVE]}"
-            return self.taps.site(self.phase, path, line, op, 0, "move", spec, given)
+            return self.taps.site(phase, path, line, op, 0, "move", spec, given)
         given = self.inputs(node)
         if ir.aliases(node) and node.target is not operator.getitem:
-            return self.taps.site(self.phase, path, line, "view", 0, "view", spec, given)
-        return self.taps.site(self.phase, path, line, _operator(node), _number(node), "op", spec, given)
+            return self.taps.site(phase, path, line, "view", 0, "view", spec, given)
+        return self.taps.site(phase, path, line, _operator(node), _number(node), "op", spec, given)
+
+    def phase(self, node: fx.Node | None = None) -> str:
+        """The phase of a value, or of the inputs of the graph, in the words of `dtensor.runs.records.places`."""
+        if node is not None and self.direction == INFERENCE and ir.in_backward(node):  # a whole step
+            return BACKWARD if node.meta.get("autograd_backward") else OPTIMIZER if is_of_optimizer(node) else FORWARD
+        return BACKWARD if self.direction == BACKWARD else FORWARD
 
     def inputs(self, node: fx.Node) -> tuple[int, ...]:
         """The nearest values before the node that have taps."""
@@ -149,7 +155,7 @@ def _values(graph: fx.Graph, taps: Taps) -> list[fx.Node]:
     computed = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)]
     computed = [n for n in computed if n.target is operator.getitem or not ir.aliases(n) or _is_move(n)]
     sources = {source for n in computed if _is_move(n) and (source := _sent(n)) is not None}
-    computed = [n for n in computed if not taps.is_same_value(_operator(n))]
+    computed = [n for n in computed if taps.holds_new_value(_operator(n))]
     distributed = {_group(n) for n in computed if SPEC in n.meta}
     results: dict[object, fx.Node] = {n: n for n in computed if SPEC in n.meta}
     for node in computed:

@@ -454,8 +454,11 @@ def is_written(node: fx.Node) -> bool:
 
 
 def _is_at_the_end(node: fx.Node) -> bool:
-    """Whether `node` is one of the copies into inputs that a graph ends with."""
-    while node.target is aten.copy_.default and node.args[0].op == "placeholder" and not node.users:  # pyright: ignore
+    """Whether `node` is one of the copies into inputs that a graph ends with; it may return what was written."""
+    while node.target is aten.copy_.default:
+        into, source = node.all_input_nodes[0], node.all_input_nodes[-1]
+        if into.op != "placeholder" or source.op == "placeholder" or mutates(source):
+            return False
         node = node.next
     return node.op == "output"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from dtensor.program.source_lines import is_users, not_generated
+from dtensor.program.source_lines import is_users, not_generated, takes_steps
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n?(?P<code>[^\n]*)')
 TORCHS = "torch.nn.modules."
@@ -59,9 +59,17 @@ def place(node: fx.Node) -> str:
     return " in ".join(filter(None, [str(source(node) or module_class(node)), module(node)]))
 
 
+def is_of_optimizer(node: fx.Node) -> bool:
+    """Whether the step of an optimizer called the operator."""
+    return any(takes_steps(m["file"]) for m in FRAME.finditer(node.meta.get("stack_trace") or ""))
+
+
 def tell_modules(graph: fx.Graph) -> None:
     """Record on nodes of the backward the module of the forward node whose gradient they compute, where torch did not.
-    Both have the same sequence number."""
+    Both have the same sequence number; but where Dynamo traced the backward, all of it has that of the last operator of
+    the forward."""
+    if any(node.meta.get("autograd_backward") for node in graph.nodes):
+        return
     forward = {node.meta.get("seq_nr"): node for node in graph.nodes if node.meta.get("nn_module_stack")}
     for node in graph.nodes:
         found = forward.get(node.meta.get("seq_nr", -1))
@@ -74,4 +82,4 @@ def _innermost(node: fx.Node) -> tuple[str, Any]:
     return next(reversed(stack.values()), ("", ""))
 
 
-__all__ = ["Source", "module", "module_class", "place", "source", "tell_modules"]
+__all__ = ["Source", "is_of_optimizer", "module", "module_class", "place", "source", "tell_modules"]

@@ -59,9 +59,9 @@ def short(name: str) -> str:
     return name.removeprefix("aten::").removeprefix("_foreach_").rstrip("_")
 
 
-def same_value(name: str) -> bool:
-    """Whether an operator of that name returns what it is given, so that its result is not recorded."""
-    return name in SAME_VALUE
+def new_value(name: str) -> bool:
+    """Whether the result of an operator of that name holds a value, other than what it was given."""
+    return name not in SAME_VALUE and name not in EMPTY
 
 
-__all__ = ["EMPTY", "NOT_RECORDED", "OVERWRITE", "SAME_VALUE", "overwritten", "same_value", "short", "written"]
+__all__ = ["EMPTY", "NOT_RECORDED", "OVERWRITE", "SAME_VALUE", "new_value", "overwritten", "short", "written"]

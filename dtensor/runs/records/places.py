@@ -18,12 +18,11 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.fx import GraphModule
 
-from ...program.source_lines import is_users
+from ...program.source_lines import is_users, takes_steps
 from ...torch_private.core import MODULE_CALL, autograd_node, next_sequence_number
 
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, CHECK = "forward", "backward", "recompute", "optimizer", "check"
 
-_OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim") + os.sep
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _LIBRARY = Path(__file__).parent.parent.parent
 _CHECKS = {
@@ -103,7 +102,7 @@ def _joined(prefix: str, path: str) -> str:
 
 def _kind(code: CodeType) -> int:
     file = code.co_filename
-    found = _OPTIMIZER if file.startswith(_OPTIMIZERS) else _USERS if is_users(file) else _OTHER
+    found = _OPTIMIZER if takes_steps(file) else _USERS if is_users(file) else _OTHER
     found = _CHECK if file in _CHECKS else _AGAIN if file == _CHECKPOINT else found
     _kinds[code] = found
     return found

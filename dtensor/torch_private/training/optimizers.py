@@ -93,10 +93,25 @@ def steps_noted() -> Iterator[list[torch.optim.Optimizer]]:
         handle.remove()
 
 
-def after_steps_of_all(optimizer: torch.optim.Optimizer) -> None:
-    """Call the hooks that are called after the steps of all optimizers."""
-    for hook in (*_global_optimizer_post_hooks.values(),):
-        hook(optimizer, (), {})
+@contextmanager
+def hooks_apart(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """A context in which the optimizers' steps are traced: at its end it calls the hooks after a step that are not part
+    of a graph, those of all optimizers and those that are `torch.compiler.disable`d."""
+    untraced = [_taken_out(optimizer) for optimizer in optimizers]
+    try:
+        yield
+    finally:
+        for optimizer, own in zip(optimizers, untraced):
+            if own:
+                optimizer._optimizer_step_post_hooks.update(own)
+    for optimizer, own in zip(optimizers, untraced):
+        for hook in (*own.values(), *_global_optimizer_post_hooks.values()):
+            hook(optimizer, (), {})
 
 
-__all__ = ["Call", "Group", "after_steps_of_all", "initialize", "noted_call", "steps_noted"]
+def _taken_out(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+    hooks = optimizer._optimizer_step_post_hooks
+    return {key: hooks.pop(key) for key, hook in [*hooks.items()] if getattr(hook, "_torchdynamo_disable", False)}
+
+
+__all__ = ["Call", "Group", "hooks_apart", "initialize", "noted_call", "steps_noted"]

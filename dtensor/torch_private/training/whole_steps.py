@@ -59,7 +59,7 @@ def decompositions() -> dict[Any, Callable[..., Any]] | None:
     Torch makes such numbers tensors only where an operator multiplies or adds them. It takes others for constants, and
     compiles anew when they change.
     """
-    return dict(_TAKEN_APART) if _whole.get() else None
+    return dict(_table()) if _whole.get() else None
 
 
 def inductor_options() -> dict[str, Any]:
@@ -69,34 +69,59 @@ def inductor_options() -> dict[str, Any]:
     return {"reorder_for_locality": False} if _whole.get() else {}
 
 
-def _add(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    return x + y * alpha if isinstance(alpha, torch.SymFloat) else NotImplemented
+def _taken_apart(compute: Callable[..., Any], number: str | int, default: float = 1) -> Callable[..., Any]:
+    """A decomposition by `compute(number, *tensors)`, in the precision in which torch's kernels compute; `number` is
+    the name or position of the argument."""
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        tensors = list(args)
+        value = kwargs.get(number, default) if isinstance(number, str) else tensors.pop(number)
+        if not isinstance(value, torch.SymFloat):
+            return NotImplemented
+        dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        return compute(value, *[x.to(wide) for x in tensors]).to(dtype)
+
+    return decompose
 
 
-def _sub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    return x - y * alpha if isinstance(alpha, torch.SymFloat) else NotImplemented
+def _one_by_one(single: Callable[..., Any], always: bool) -> Callable[..., Any]:
+    """A decomposition of an operator on lists of tensors, given that on one. Where Inductor has no kernel for such
+    lists it is `always` to be taken, as the operator could otherwise not run there."""
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        if not always and not any(isinstance(x, torch.SymFloat) for x in (*args, *kwargs.values())):
+            return NotImplemented
+        length = next(len(x) for x in args if isinstance(x, (list, tuple)))
+        rows = ([x[i] if isinstance(x, (list, tuple)) else x for x in args] for i in range(length))
+        return [single(*row, **kwargs) for row in rows]
+
+    return decompose
 
 
-def _addcmul(x: Any, a: Any, b: Any, *, value: Any = 1) -> Any:
-    return x + a * value * b if isinstance(value, torch.SymFloat) else NotImplemented
+@functools.cache
+def _table() -> dict[Any, Callable[..., Any]]:
+    from torch._inductor.inductor_prims import fma  # to which Dynamo takes `addcdiv_` and `addcmul_` apart
 
-
-def _addcdiv(x: Any, a: Any, b: Any, *, value: Any = 1) -> Any:
-    return x + a * value / b if isinstance(value, torch.SymFloat) else NotImplemented
-
-
-def _lerp(x: Any, y: Any, weight: Any) -> Any:
-    return x + (y - x) * weight if isinstance(weight, torch.SymFloat) else NotImplemented
-
-
-_aten: Any = torch.ops.aten
-_TAKEN_APART: dict[Any, Callable[..., Any]] = {
-    _aten.add.Tensor: _add,
-    _aten.sub.Tensor: _sub,
-    _aten.addcmul.default: _addcmul,
-    _aten.addcdiv.default: _addcdiv,
-    _aten.lerp.Scalar: _lerp,
-}
+    aten: Any = torch.ops.aten
+    found: dict[Any, Callable[..., Any]] = {
+        aten.add.Tensor: _taken_apart(lambda k, x, y: x + y * k, "alpha"),
+        aten.sub.Tensor: _taken_apart(lambda k, x, y: x - y * k, "alpha"),
+        aten.addcmul.default: _taken_apart(lambda k, x, a, b: x + a * k * b, "value"),
+        aten.addcdiv.default: _taken_apart(lambda k, x, a, b: x + a * k / b, "value"),
+        aten.lerp.Scalar: _taken_apart(lambda k, x, y: x + (y - x) * k, 2),
+        aten.pow.Scalar: _taken_apart(lambda k, x: torch.pow(torch.ones_like(x) * k, x), 0),
+        fma: _taken_apart(lambda k, x, y: x * k + y, 1),
+    }
+    singles: dict[str, Any] = {name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "lerp", "pow")}
+    singles["addcmul"] = lambda x, a, b, value=1: torch.addcmul(x, a, b, value=value)
+    singles["addcdiv"] = lambda x, a, b, value=1: torch.addcdiv(x, a, b, value=value)
+    for name, single in singles.items():
+        packet = getattr(aten, f"_foreach_{name}")
+        for form in {"Scalar", "List", "ScalarList", "ScalarAndTensor"}.intersection(packet.overloads()):
+            if form != "List" or name in ("add", "sub"):  # which have alpha
+                found[getattr(packet, form)] = _one_by_one(single, form == "ScalarList")
+    return found
 
 
 def _extend_inductors() -> None:
@@ -111,7 +136,7 @@ def _extend_inductors() -> None:
 
         return either
 
-    found.update({op: first(own, found.get(op)) for op, own in _TAKEN_APART.items()})
+    found.update({op: first(own, found.get(op)) for op, own in _table().items()})
 
 
 def is_whole_step() -> bool:

@@ -1,8 +1,11 @@
 """The operators by which a compiled graph is recorded; `tests/runs/records` has what is recorded."""
 
+import torch
 from expecttest import assert_expected_inline
+from torch import nn
 
 from dtensor.passes import Compilation, Record
+from dtensor.passes.stages import INFERENCE
 
 
 class Noted:
@@ -18,8 +21,8 @@ class Noted:
         self.sites.append(known)
         return len(self.sites) - 1
 
-    def is_same_value(self, op):
-        return op == "aten::detach"
+    def holds_new_value(self, op):
+        return op != "aten::detach"
 
 
 def program(bench):
@@ -48,6 +51,25 @@ return %relu""",
         ("forward", "input", "input", ()),
         ("forward", "aten::mul", "op", (0,)),
         ("forward", "aten::relu", "op", (1,)),
+    ]
+
+
+def test_phases_of_a_whole_step(bench):
+    """What Dynamo traced of a backward, what an optimizer's step called, and what comes between, as eager mode has it."""
+    gm, taps = bench.trace(lambda x: (x * 2).relu().sin().cos(), (4,)), Noted()
+    _, mul, relu, sin, cos, _ = gm.graph.nodes
+    for node in (relu, sin, cos):
+        node.meta["partitioner_tag"] = "is_backward"
+        node.meta["seq_nr"] = mul.meta["seq_nr"] = 5
+    mul.meta["nn_module_stack"] = {"a": ("L['self'].up", nn.Linear)}
+    relu.meta["autograd_backward"] = True
+    cos.meta["stack_trace"] = f'  File "{torch.optim.__file__}", line 1, in sgd\n    param.add_(grad)\n'
+    Record(taps, INFERENCE)(gm.graph)
+    assert [(site[0], site[1], site[3]) for site in taps.sites[1:]] == [
+        ("forward", "up", "aten::mul"),
+        ("backward", "", "aten::relu"),
+        ("forward", "", "aten::sin"),
+        ("optimizer", "", "aten::cos"),
     ]
 
 

@@ -253,7 +253,19 @@ def test_what_a_graph_writes_to_its_inputs_at_its_end_nothing_reads(bench):
         x.copy_(total)
         return total
 
+    def returned(x, y):
+        a, b = reduced(bench, x, y)
+        return a + b, x.copy_(a + b)
+
+    def read_by_another(x, y):
+        a, b = reduced(bench, x, y)
+        x.copy_(a + b)
+        y.copy_(x)
+        return a + b
+
     assert bench.apply(Bucket(), lowered(bench, f, (4,), (4,))) == 1
+    assert bench.apply(Bucket(), lowered(bench, returned, (4,), (4,))) == 1
+    assert bench.keeps(Bucket(), lowered(bench, read_by_another, (4,), (4,)))
 
 
 def test_a_write_waits_until_what_is_sent_has_left(bench):
