@@ -21,14 +21,12 @@ from torch.nn import functional as F
 
 from dtensor import DTensor, Replicate, Shard, distribute_model, distribute_tensor, init_device_mesh
 
-from .. import namespaces
 from ..effort import Effort
+from ..links import LOOPBACK, RATES, each, on_links
 from ..namespaces import End
-from ..ranks import on_ranks
 from ..record import OURS, Record, Setting
 from ..sides import reason
 from ..timing import compared, interleaved, quartiles
-from .step import LOOPBACK, RATES
 
 WIDTH = 64
 ONE, TORCH = "one device", "torch context_parallel"
@@ -145,9 +143,7 @@ def on_rank(rank: int, job: Job, rounds: int, links: tuple[str, ...], end: End |
         errors[TORCH] = reason(TORCH, error)
         runs.pop(TORCH, None)
     times: dict[str, dict[str, list[float]]] = {}
-    for link in links:
-        if end is not None and rank in (0, job.ranks // 2):
-            namespaces.limit(end, link)
+    for link in each(links, end):
         times[link] = interleaved(runs, rounds, before=dist.barrier, warm=1)
     return Found(times, errors)
 
@@ -190,15 +186,12 @@ def step(way: Callable[..., Any], given: list[Any]) -> Callable[[], None]:
 def run(effort: Effort) -> Iterator[Record]:
     """Yield records of each job and link."""
     jobs, rounds, links = effort.of(AMOUNTS)
-    without = namespaces.why_not()
     for job in effort.progress(jobs, "attention"):
-        yield from _records(job, on_ranks(on_rank, job.ranks, job, rounds, (LOOPBACK,), timeout=1800.0))
-        slow = tuple([link for link in links if link != LOOPBACK])
-        if slow and without:
-            yield Setting("attention", job.words, "", job.ranks, slow[0]).missing("step", without)
-        elif slow:
-            with namespaces.joined() as ends:
-                yield from _records(job, on_ranks(on_rank, job.ranks, job, rounds, slow, ends=ends, timeout=1800.0))
+        for at, found, without in on_links(links, on_rank, job.ranks, job, rounds):
+            if without:
+                yield Setting("attention", job.words, "", job.ranks, at[0]).missing("step", without)
+            else:
+                yield from _records(job, found)
 
 
 def _records(job: Job, found: Found) -> Iterator[Record]:

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from dtensor import init_device_mesh
 from dtensor.torch_private.compiling import without_compile_caches
 
-from .. import namespaces
 from ..caches import cold_caches
 from ..counting import Counts, counted, counting_ranks
 from ..doors.doors import BY_HAND, DATA, FORWARD, OURS, STYLES, TENSOR, TRAINING, WORDS, Mode, Opened, opened
 from ..doors.subjects import SUBJECTS
 from ..effort import Effort
+from ..links import LOOPBACK, each, on_links
 from ..namespaces import End
 from ..ranks import RanksFailed, on_ranks
 from ..record import OURS as LIBRARY
@@ -38,7 +38,7 @@ from ..sides import SIDES, forget, forget_failed, reason
 from ..timing import compared, interleaved
 from ..uncoded import UNCODED
 from .memory import allocated
-from .step import EVERYWHERE, LOOPBACK, TOLERANCE, WARM_UP
+from .step import EVERYWHERE, TOLERANCE, WARM_UP
 
 DIRECTIONS = ("forward", "backward", "optimizer")
 COUNT, CALL, FIRST, STEPS = "count", "call", "first", "steps"
@@ -166,7 +166,7 @@ class Found:
     errors: dict[str, str]
 
 
-def steps_on_rank(rank: int, name: str, mesh: str, links: tuple[str, ...], amount: Amount, end: End | None) -> Found:
+def steps_on_rank(rank: int, name: str, mesh: str, amount: Amount, links: tuple[str, ...], end: End | None) -> Found:
     """Do the part of one rank: train behind all doors on all links."""
     found, models = Found({}, {}, {}, {}), dict[str, Opened]()
     at = mesh_of(shape_of(mesh))
@@ -179,9 +179,7 @@ def steps_on_rank(rank: int, name: str, mesh: str, links: tuple[str, ...], amoun
             found.errors[door] = reason(door, error)
             forget_failed()
     runs = {door: _several(model, amount.steps) for door, model in models.items()}
-    for link in links:
-        if end is not None and rank in (0, dist.get_world_size() // 2):
-            namespaces.limit(end, link)
+    for link in each(links, end):
         rounds = 4 * amount.rounds if link == LOOPBACK else amount.rounds
         times = interleaved(runs, rounds, before=dist.barrier)
         found.step[link] = {door: [s / amount.steps for s in rows] for door, rows in times.items()}
@@ -266,14 +264,12 @@ def _firsts(at: Setting, job: Job, amount: Amount) -> Iterator[Record]:
 
 def _steps(at: Setting, job: Job, amount: Amount) -> Iterator[Record]:
     name, _, mesh, _ = job
-    given, ranks = (name, mesh), prod(shape_of(mesh))
-    slow, without = tuple([link for link in amount.links if link != LOOPBACK]), namespaces.why_not()
-    parts = [on_ranks(steps_on_rank, ranks, *given, (LOOPBACK,), amount, timeout=3600)]
-    if slow and without:
-        yield at.missing("step", without)
-    elif slow:
-        with namespaces.joined() as ends:
-            parts.append(on_ranks(steps_on_rank, ranks, *given, slow, amount, ends=ends, timeout=3600))
+    ranks, parts = prod(shape_of(mesh)), []
+    for _, found, without in on_links(amount.links, steps_on_rank, ranks, name, mesh, amount, timeout=3600):
+        if without:
+            yield at.missing("step", without)
+        else:
+            parts.append(found)
     for door, why in parts[0].errors.items():
         yield at.missing("step", why, STYLES, door)
     for found in parts:

@@ -20,13 +20,11 @@ from torch.nn import functional as F
 from dtensor import DTensor, Replicate, Shard, distribute_model, distribute_tensor, init_device_mesh
 from dtensor.parallel import expert_gate, experts
 
-from .. import namespaces
 from ..effort import Effort
+from ..links import LOOPBACK, RATES, each, on_links
 from ..namespaces import End
-from ..ranks import on_ranks
 from ..record import OURS, Record, Setting
 from ..timing import compared, interleaved
-from .step import LOOPBACK, RATES
 
 HAND, GATHERED, ONE = "dispatch by hand", "experts gathered", "one device"
 SLOW = tuple([link for link in RATES if link != "100mbit"])
@@ -157,9 +155,7 @@ def on_rank(rank: int, job: Job, rounds: int, links: tuple[str, ...], end: End |
     for name, run in runs.items():
         check(name, run(), runs[ONE](), job, rank)
     times: dict[str, dict[str, list[float]]] = {}
-    for link in links:
-        if end is not None and rank in (0, job.ranks // 2):
-            namespaces.limit(end, link)
+    for link in each(links, end):
         times[link] = interleaved(runs, rounds, before=dist.barrier, warm=1)
     return times
 
@@ -190,15 +186,12 @@ def step(layer: Callable[..., Any], given: tuple[Any, ...], grad: Any, parameter
 def run(effort: Effort) -> Iterator[Record]:
     """Yield records of each job and link."""
     jobs, rounds, links = effort.of(AMOUNTS)
-    without = namespaces.why_not()
     for job in effort.progress(jobs, "experts"):
-        yield from _records(job, on_ranks(on_rank, job.ranks, job, rounds, (LOOPBACK,), timeout=1800.0))
-        slow = tuple([link for link in links if link != LOOPBACK])
-        if slow and without:
-            yield Setting("experts", job.words, "", job.ranks, slow[0]).missing("step", without)
-        elif slow:
-            with namespaces.joined() as ends:
-                yield from _records(job, on_ranks(on_rank, job.ranks, job, rounds, slow, ends=ends, timeout=1800.0))
+        for at, found, without in on_links(links, on_rank, job.ranks, job, rounds):
+            if without:
+                yield Setting("experts", job.words, "", job.ranks, at[0]).missing("step", without)
+            else:
+                yield from _records(job, found)
 
 
 def _records(job: Job, found: dict[str, Any]) -> Iterator[Record]:

@@ -40,22 +40,21 @@ from dtensor.parallel.search.best import SPARE
 from dtensor.tools.calibration import CalibrationOptions, fit, measure
 from dtensor.tools.processor import measure as measure_processor
 
-from .. import namespaces
 from ..cuts import CUTS
 from ..effort import Effort
+from ..links import LOOPBACK, RATES, each, on_links
 from ..models import Llama, Sizes, named
 from ..namespaces import End
 from ..published import GPU, H100, ROWS, STEPS, WIRE, Row, loss_of, machine_of, mesh_of, states_of
 from ..published import model_of as published_model
 from ..published import predicted as predicted_step
-from ..ranks import RanksFailed, on_ranks
+from ..ranks import RanksFailed
 from ..record import Record, Setting
 from ..timing import compared, interleaved
 
 FORWARD = " forward"
 """At the end of a model's name: inference."""
 
-LOOPBACK, RATES = "loopback", ("1gbit", "100mbit")
 FOUND = "found"
 OUTER, AXIS = "y", "x"
 TURN, WARM = 5, 2
@@ -199,7 +198,7 @@ class Outcome:
 
 
 def on_rank(
-    rank: int, name: str, sizes: Sizes, links: tuple[str, ...], rounds: int, code: bool, end: End | None
+    rank: int, name: str, sizes: Sizes, rounds: int, code: bool, links: tuple[str, ...], end: End | None
 ) -> dict[str, Outcome]:
     """Link -> what was measured."""
     n = dist.get_world_size()
@@ -209,9 +208,7 @@ def on_rank(
     machine = measure_processor("cpu")
     done: dict[str, Outcome] = {}
     cut = CUTS.get(name)
-    for link in links:
-        if end is not None and link != LOOPBACK and rank in (0, dist.get_world_size() // 2):
-            namespaces.limit(end, link)
+    for link in each(links, end):
         dist.barrier()
         calibrated(mesh)
         forward = name.endswith(FORWARD)
@@ -364,25 +361,20 @@ def run(effort: Effort) -> Iterator[Record]:
         yield from finding(shape, layers)
     for row in effort.progress((*STEPS, *ROWS) if effort.level != "tiny" else STEPS[:1], "published"):
         yield from published(row)
-    without = namespaces.why_not()
     tiny = effort.level == "tiny"
     jobs = [(name, ranks) for ranks in ((2,) if tiny else (2, 4)) for name in models]
     jobs += [] if tiny else [(name, 2) for name in (*CUTS, f"{models[0]}{FORWARD}")]
     for name, ranks in effort.progress(jobs, "steps"):
-        yield from _steps(name, ranks, sizes, rounds, (LOOPBACK,), None, not tiny)
-        if tiny:
-            continue
-        if without:
-            yield Setting("search", name, FOUND, ranks, RATES[0]).missing("step", without)
-        else:
-            with namespaces.joined() as ends:
-                yield from _steps(name, ranks, sizes, rounds, RATES, ends, True)
+        for links, done, without in on_links(
+            (LOOPBACK,) if tiny else (LOOPBACK, *RATES), on_rank, ranks, name, sizes, rounds, not tiny
+        ):
+            if without:
+                yield Setting("search", name, FOUND, ranks, links[0]).missing("step", without)
+            else:
+                yield from _steps(name, ranks, done)
 
 
-def _steps(
-    name: str, ranks: int, sizes: Sizes, rounds: int, links: tuple[str, ...], ends: Any, code: bool
-) -> Iterator[Record]:
-    done = on_ranks(on_rank, ranks, name, sizes, links, rounds, code, ends=ends, timeout=1500)
+def _steps(name: str, ranks: int, done: dict[str, Outcome]) -> Iterator[Record]:
     for link, out in done.items():
         at = Setting("search", name, FOUND, ranks, link)
         words = out.plan.replace("\n", "; ")

@@ -21,20 +21,18 @@ import torch.distributed as dist
 from dtensor import init_device_mesh
 from dtensor.tools.demo_plans import PLANS
 
-from .. import namespaces
 from ..counting import counted, silent
 from ..effort import Effort
+from ..links import LOOPBACK, RATES, each, on_links
 from ..models import Model, Sizes, named
 from ..namespaces import End
 from ..plans import NO_COLLECTIVES, RANKS
-from ..ranks import RanksFailed, on_ranks
+from ..ranks import RanksFailed
 from ..record import OURS, Record, Setting
 from ..sides import HALVES, batch, forget_failed, made, reason
 from ..timing import compared, interleaved, quartiles
 from ..uncoded import UNCODED
 
-LOOPBACK = "loopback"
-RATES = ("1gbit", "100mbit")
 WARM_UP = 3
 """Steps of each side before the first block; the first step compiles."""
 
@@ -128,7 +126,7 @@ class Found:
 
 
 def on_rank(
-    rank: int, model: Model, plan: str, sides: tuple[str, ...], links: tuple[str, ...], amount: Amount, end: End | None
+    rank: int, model: Model, plan: str, sides: tuple[str, ...], amount: Amount, links: tuple[str, ...], end: End | None
 ) -> Found:
     """Do the part of one rank: run all sides on all links."""
     chosen = PLANS[plan]
@@ -151,9 +149,7 @@ def on_rank(
             t.step(*batches[0])
     runs = {side: _steps(t, batches[0], amount.steps) for side, t in trainers.items()}
     again = {side: c.replayed for side, c in counts.items()}
-    for link in links:
-        if end is not None and link != LOOPBACK and rank in (0, dist.get_world_size() // 2):
-            namespaces.limit(end, link)
+    for link in each(links, end):
         # On loopback, computation and the kernel's network stack share the cores, so many rounds are needed.
         rounds = {LOOPBACK: 4 * amount.rounds, RATES[-1]: max(2, amount.rounds // 2)}.get(link, amount.rounds)
         found.step[link] = _per_step(interleaved(runs, rounds, before=dist.barrier), amount.steps)
@@ -194,33 +190,25 @@ def _mean(value: float) -> float:
 
 def run(effort: Effort) -> Iterator[Record]:
     """Yield records of all jobs of the level, on loopback and on the slow links."""
-    amount, without = effort.of(AMOUNTS), namespaces.why_not()
+    amount = effort.of(AMOUNTS)
     jobs = {(j.model, j.plan, j.ranks): j for j in amount.jobs}
     for key in effort.progress(jobs, "step"):
         job = jobs[key]
-        slow = tuple([link for link in job.links if link != LOOPBACK])
-        if LOOPBACK in job.links:
-            yield from _job(amount, job, (LOOPBACK,))
-        if slow and without:
-            yield Setting("step", *key, slow[0]).missing("step", without)
-        elif slow:
-            yield from _job(amount, job, slow)
+        yield from _job(amount, job)
 
 
-def _job(amount: Amount, job: Job, links: tuple[str, ...]) -> Iterator[Record]:
+def _job(amount: Amount, job: Job) -> Iterator[Record]:
     model = named(job.model, amount.sizes)
     idle = ("torch tuned",) if job.plan in NO_COLLECTIVES else ()
     idle += () if job.plan in IN_HALVES else (HALVES,)
     sides = tuple([s for s in amount.sides if s not in idle])
-    given = (model, job.plan, sides, links, amount)
-    if links == (LOOPBACK,):
-        found = on_ranks(on_rank, job.ranks, *given)
-    else:
-        with namespaces.joined() as ends:
-            found = on_ranks(on_rank, job.ranks, *given, ends=ends)
-    _check(found, model, job.plan)
-    for link in links:
-        yield from _records(Setting("step", model.name, job.plan, job.ranks, link), found, link)
+    for links, found, without in on_links(job.links, on_rank, job.ranks, model, job.plan, sides, amount, timeout=600.0):
+        if without:
+            yield Setting("step", model.name, job.plan, job.ranks, links[0]).missing("step", without)
+            continue
+        _check(found, model, job.plan)
+        for link in links:
+            yield from _records(Setting("step", model.name, job.plan, job.ranks, link), found, link)
 
 
 def _check(found: Found, model: Model, plan: str) -> None:

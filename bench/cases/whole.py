@@ -19,18 +19,17 @@ from dtensor import DTensor, init_device_mesh
 from dtensor.parallel import clip_grad_norm_
 from dtensor.tools.demo_plans import PLANS
 
-from .. import models, namespaces
+from .. import models
 from ..counting import counting_ranks
 from ..effort import Effort
+from ..links import LOOPBACK, RATES, each, on_links
 from ..models import Model, Sizes, named
 from ..namespaces import End
 from ..plans import applied
-from ..ranks import on_ranks
 from ..record import OURS, Record, Setting
 from ..sides import batch, forget, reason
 from ..timing import compared, interleaved
 from .memory import allocated
-from .step import LOOPBACK, RATES
 
 THREE, TORCH = "three graphs", "torch"
 FAST = RATES[0]
@@ -150,9 +149,7 @@ def on_rank(
         for a, b in zip(losses[OURS], found):
             assert abs(a - b) <= 1e-3 * abs(b), f"{job}: losses of {side} differ: {found} and {losses[OURS]}"
     times: dict[str, dict[str, list[float]]] = {}
-    for link in links:
-        if end is not None and rank in (0, job.ranks // 2):
-            namespaces.limit(end, link)
+    for link in each(links, end):
         times[link] = interleaved(runs, rounds, calls=2, before=dist.barrier, warm=1)
     return times, failed
 
@@ -176,17 +173,13 @@ def peak(side: str, job: Job, sizes: Sizes) -> int:
 def run(effort: Effort) -> Iterator[Record]:
     """Yield records of each job and link."""
     jobs, sizes, rounds, links = effort.of(AMOUNTS)
-    without = namespaces.why_not()
     for job in effort.progress(jobs, "whole"):
         if job.plan != "tp":  # of which eager mode, the first step, asks the other ranks
             yield _setting(job, "").counted("peak", "bytes", peak(OURS, job, sizes), THREE, peak(THREE, job, sizes))
-        yield from _records(job, *on_ranks(on_rank, job.ranks, job, sizes, rounds, (LOOPBACK,), timeout=1800.0))
-        slow = tuple([link for link in links if link != LOOPBACK])
-        if slow and without:
-            yield _setting(job, slow[0]).missing("step", without)
-        elif slow:
-            with namespaces.joined() as ends:
-                found = on_ranks(on_rank, job.ranks, job, sizes, rounds, slow, ends=ends, timeout=1800.0)
+        for at, found, without in on_links(links, on_rank, job.ranks, job, sizes, rounds):
+            if without:
+                yield _setting(job, at[0]).missing("step", without)
+            else:
                 yield from _records(job, *found)
 
 

@@ -20,7 +20,8 @@ def map_matrices(function: Callable[..., Any], *lists: Sequence[torch.Tensor]) -
     `[function(a, b) for a, b in zip(*lists)]`, of DTensors on their shards. As many matrices of one kind as the mesh
     has ranks are exchanged at once: every rank sends its shards of all of them in one all-to-all, receives one matrix
     whole, computes, and the results go back in another. So a rank computes a share of 1/n of the matrices, rounded up
-    for each kind (shape, dtype, placements), and sends (n-1)/n of its shards each way. Over an axis that replicates the
+    for each kind (shape, dtype, placements), and sends (n-1)/n of its shards each way; ranks for which none is left of
+    a kind are sent one again, as an exchange gives each rank one. Over an axis that replicates the
     matrices nothing needs to be sent before, and the results are gathered. What is computed are the same operators on
     the same whole matrices as on one device, so results have the same bits.
 
