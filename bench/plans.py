@@ -85,8 +85,8 @@ def own_part(batch: torch.Tensor, family: str, plan: str, mesh: Any) -> torch.Te
     return chosen.own_part(batch, mesh)
 
 
-def applied(model: nn.Module, family: str, library: str, plan: str, mesh: Any) -> nn.Module:
-    """Shard `model` in place by a plan, and return the module to call instead of it."""
+def applied(model: nn.Module, family: str, library: str, plan: str, mesh: Any, **options: Any) -> nn.Module:
+    """Shard `model` in place by a plan, with `options` of `fully_shard`; returns the module to call instead of it."""
     chosen = PLANS[plan]
     if TENSOR in chosen.axes:
         given = styles(family, library, chosen.sequence)
@@ -96,8 +96,8 @@ def applied(model: nn.Module, family: str, library: str, plan: str, mesh: Any) -
     if chosen.data_axes:
         axes = mesh[chosen.data_axes]
         for layer in model.get_submodule("layers").children():
-            FULLY_SHARD[library](layer, mesh=axes)
-        FULLY_SHARD[library](model, mesh=axes)
+            FULLY_SHARD[library](layer, mesh=axes, **options)
+        FULLY_SHARD[library](model, mesh=axes, **options)
     return model
 
 

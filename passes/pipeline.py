@@ -26,6 +26,7 @@ from .borders.copy_written import CopyWritten
 from .borders.keep_order import KeepOrder
 from .borders.pin import Pin
 from .borders.record import Record
+from .functional.expand import Expand
 from .functional.lower import Lower
 from .functional.raise_ import Raise
 from .overlap.beside import Beside
@@ -119,6 +120,8 @@ STAGES: tuple[Stage, ...] = (
             Schedule(),
             # But for what is none of the model's, and goes behind.
             Beside(),
+            # After these, to which what it takes apart is one node.
+            Expand(),
         ),
         why="when nothing can be saved any more, what is left is sent while something is computed",
     ),
@@ -168,6 +171,7 @@ __all__ = [
     "ComputeBeforeGather",
     "CopyWritten",
     "DeadCode",
+    "Expand",
     "FuseAllReduce",
     "FuseReduceScatter",
     "KeepOrder",

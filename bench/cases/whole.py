@@ -2,8 +2,9 @@
 
 "dtensor" is `dtensor.compile.step`. In three graphs the model with its loss is compiled, and so are the steps of the
 optimizers; clipping between them runs operator by operator. Torch's sides are FSDP2 and DDP with a compiled model and
-optimizers as torch runs them. With Muon, parameters that are no matrices are AdamW's. Losses are compared before
-anything is timed. The peak is what one step of the first rank allocates, of a mesh of which the others do not exist.
+optimizers as torch runs them. With Muon, parameters that are no matrices are AdamW's. "float8 gathers" is "dtensor"
+with parameters sent in float8. Losses are compared before anything is timed. The peak is what one step of the first
+rank allocates, of a mesh of which the others do not exist.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch import nn
 
 import dtensor.compile
 from dtensor import DTensor, init_device_mesh
-from dtensor.parallel import clip_grad_norm_
+from dtensor.parallel import MixedPrecisionPolicy, clip_grad_norm_
 from dtensor.tools.demo_plans import PLANS
 
 from .. import models
@@ -31,7 +32,7 @@ from ..sides import batch, forget, reason
 from ..timing import compared, interleaved
 from .memory import allocated
 
-THREE, TORCH = "three graphs", "torch"
+THREE, TORCH, NARROW = "three graphs", "torch", "float8 gathers"
 FAST = RATES[0]
 
 
@@ -81,14 +82,15 @@ def trained(side: str, job: Job, model: Model, mesh: Any, agreement: bool = True
     """The step of a side: from a batch to its loss."""
     options = {} if agreement else {"agreement": False}
     library = "torch" if side == TORCH else "dtensor"
-    built = applied(model.dense(mesh.device_type), model.family, library, job.plan, mesh)
+    given = {"mp_policy": MixedPrecisionPolicy(gather_dtype=torch.float8_e4m3fn)} if side == NARROW else {}
+    built = applied(model.dense(mesh.device_type), model.family, library, job.plan, mesh, **given)
     steps = optimizers(job.optimizer, built)
     clip: Any = torch.nn.utils.clip_grad_norm_ if side == TORCH else clip_grad_norm_
 
     def loss(inputs: Any, targets: Any) -> Any:
         return models.loss(built(inputs), targets)
 
-    if side == OURS:
+    if side in (OURS, NARROW):
 
         def whole(inputs: Any, targets: Any) -> Any:
             found = loss(inputs, targets)
@@ -118,7 +120,8 @@ def trained(side: str, job: Job, model: Model, mesh: Any, agreement: bool = True
 
 def sides(job: Job) -> tuple[str, ...]:
     """What is compared; of tensor parallelism torch's compiled side is timed in `step`."""
-    return (OURS, THREE) if job.plan == "tp" else (OURS, THREE, TORCH)
+    narrow = (NARROW,) if (job.plan, job.optimizer) == ("fsdp", "AdamW") else ()
+    return (OURS, THREE) if job.plan == "tp" else (OURS, THREE, TORCH, *narrow)
 
 
 def mesh_of(job: Job) -> Any:
@@ -190,7 +193,9 @@ def _setting(job: Job, link: str) -> Setting:
 def _records(job: Job, times: dict[str, Any], failed: dict[str, str]) -> Iterator[Record]:
     for link, found in times.items():
         for peer in found:
-            if peer != OURS:
+            if peer == NARROW:
+                yield _setting(job, link).timed("step", "ms", compared(found[peer], found[OURS], 1e3), OURS, NARROW)
+            elif peer != OURS:
                 yield _setting(job, link).timed("step", "ms", compared(found[OURS], found[peer], 1e3), peer)
     for peer, why in failed.items():
         yield _setting(job, next(iter(times))).missing("step", why, peer)

@@ -27,7 +27,8 @@ def tag_backward(graph: torch.fx.Graph) -> bool:
     """Tag the nodes of a whole training step that come of its backward, as a joint graph has them tagged.
 
     Where Dynamo traced the backward, its nodes are known by a mark. What reads them belongs to the backward as well,
-    and so does all that comes after the last of them: the steps of the optimizers.
+    and so does all that comes after the last of them: the steps of the optimizers. They lose their sequence numbers,
+    which are those of the last operator of the forward.
 
     Returns:
         Whether there are any.
@@ -40,6 +41,7 @@ def tag_backward(graph: torch.fx.Graph) -> bool:
         if late or node.meta.get("autograd_backward") or not tagged.isdisjoint(node.all_input_nodes):
             tagged.add(node)
             node.meta["partitioner_tag"] = "is_backward"
+            node.meta.pop("seq_nr", None)
     return bool(tagged)
 
 

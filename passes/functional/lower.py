@@ -1,21 +1,17 @@
 """Lowering: communicating operators become start/wait pairs of functional collectives, with local glue around them."""
 
-from collections.abc import Hashable
-from functools import partial
 from typing import Any
 
-import torch
 from torch import fx
 
 from dtensor.comm.collectives import KERNELS, LOWERED
 from dtensor.job.groups import group_size
 from dtensor.mesh.provenance import ARRIVAL, ORIGIN, RECORD, SENT, WRITTEN
-from dtensor.torch_private.core import make_fx
-from dtensor.torch_private.symbolic_sizes import sizes_before_strides
 
 from ..graph import ir, sizes
 from ..graph.count import describe
 from ..stages import Pass
+from .inline import Bodies, traced
 
 aten: Any = ir.aten
 
@@ -58,40 +54,22 @@ class Lower(Pass):
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:
-        nodes = ir.calls(graph, *LOWERED)
-        bodies: dict[Hashable, fx.Graph] = {}
+        nodes, bodies = ir.calls(graph, *LOWERED), Bodies()
         for node in nodes:
-            _inline(node, bodies)
+            _lower(node, bodies)
         return len(nodes)
 
 
-def _inline(node: fx.Node, bodies: dict[Hashable, fx.Graph]) -> None:
-    """Replace `node` by its kernel; `bodies` caches the traced kernels."""
+def _lower(node: fx.Node, bodies: Bodies) -> None:
     c, info = ir.collective(node), describe(node)
     assert c is not None
-    given = iter([arg for arg in node.args if isinstance(arg, fx.Node)])
     args = tuple([ir.value(arg) if isinstance(arg, fx.Node) else arg for arg in node.args])
-    likeness = c.op, ir.likeness(args)
-    traced_before = bodies.get(likeness)
-    # A kernel traced on symbolic sizes has results whose sizes depend on these symbols.
-    body = lowered(c.op, args) if traced_before is None or not _is_static(args) else traced_before
-    bodies[likeness] = body
-    known: dict[fx.Node, Any] = {}
-    origin, sent = ir.provenance(node), _sent(node, c)
-    with ir.inside(ir.fake_mode(node)), node.graph.inserting_before(node):
-        for step in body.nodes:
-            if step.op == "placeholder":
-                known[step] = next(given)
-            elif step.op != "output":
-                new = known[step] = node.graph.node_copy(step, known.__getitem__)
-                # Two calls must not share a value: others recognise shared memory by it.
-                val = ir.evaluated(new) if body is traced_before else ir.value(step)
-                new.meta = {**origin, "val": val}
-                if new.target in ir.STARTS:
-                    new.meta |= {RECORD: info, ORIGIN: (c.op, args), **sent}
-                elif new.target in REDUCTIONS:
-                    new.meta[ARRIVAL] = True
-    ir.replace(node, known[body.output_node().args[0]])  # pyright: ignore
+    sent = _sent(node, c)
+    for new in bodies.inline(node, KERNELS[c.op][0]):
+        if new.target in ir.STARTS:
+            new.meta |= {RECORD: info, ORIGIN: (c.op, args), **sent}
+        elif new.target in REDUCTIONS:
+            new.meta[ARRIVAL] = True
 
 
 def _sent(node: fx.Node, c: ir.Collective) -> dict[str, int]:
@@ -106,23 +84,9 @@ def _sent(node: fx.Node, c: ir.Collective) -> dict[str, int]:
     return {SENT: most, WRITTEN: ir.is_written(c.x)}
 
 
-def _is_static(args: tuple[Any, ...]) -> bool:
-    lengths = [n for x in args if isinstance(x, torch.Tensor) for n in x.shape]
-    return not any(isinstance(n, torch.SymInt) for n in (*args, *lengths))
-
-
 def lowered(op: str, args: tuple[Any, ...]) -> fx.Graph:
     """Trace the kernel of `op` on `args`. Its placeholders are the tensors and symbolic sizes among them, in order."""
-    values: list[Any] = [arg for arg in args if isinstance(arg, (torch.Tensor, torch.SymInt))]
-    with values[0].fake_mode:
-        return make_fx(partial(_call, KERNELS[op][0], args))(*values).graph
-
-
-def _call(kernel: Any, args: tuple[Any, ...], *values: Any) -> Any:
-    """Call `kernel` on `args`, with `values` in place of the tensors and symbolic sizes."""
-    sizes_before_strides(values)
-    given = iter(values)
-    return kernel(*[next(given) if isinstance(arg, (torch.Tensor, torch.SymInt)) else arg for arg in args])
+    return traced(KERNELS[op][0], args)
 
 
 __all__ = ["Lower", "lowered"]

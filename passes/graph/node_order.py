@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dtensor.comm.row_encoding import KERNELS
 from dtensor.mesh.provenance import ARRIVAL
 from dtensor.torch_private.core import OpOverload
 
@@ -140,6 +141,7 @@ CARRIERS = frozenset(
         *(aten.new_zeros.default, aten.new_empty.default, aten.zeros.default),
         *(aten.split.Tensor, aten.split_with_sizes.default),
         torch.ops.prims.convert_element_type.default,
+        *KERNELS,
     )
 )
 """Operators, apart from views, that move elements to and from a collective and compute nothing."""

@@ -66,10 +66,7 @@ def is_of_optimizer(node: fx.Node) -> bool:
 
 def tell_modules(graph: fx.Graph) -> None:
     """Record on nodes of the backward the module of the forward node whose gradient they compute, where torch did not.
-    Both have the same sequence number; but where Dynamo traced the backward, all of it has that of the last operator of
-    the forward."""
-    if any(node.meta.get("autograd_backward") for node in graph.nodes):
-        return
+    Both have the same sequence number."""
     forward = {node.meta.get("seq_nr"): node for node in graph.nodes if node.meta.get("nn_module_stack")}
     for node in graph.nodes:
         found = forward.get(node.meta.get("seq_nr", -1))

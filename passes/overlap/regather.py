@@ -8,6 +8,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.comm.collectives import KEPT
+from dtensor.comm.row_encoding import KERNELS
 from dtensor.mesh.provenance import PARAMETER
 from dtensor.prices.overlap import HELD
 
@@ -147,7 +148,9 @@ def _chain(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-CARRIERS = frozenset((aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default))
+CARRIERS = frozenset(
+    (aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default, *KERNELS)
+)
 """Operators, apart from views, that keep a tensor's elements as they are, cast or copied."""
 
 

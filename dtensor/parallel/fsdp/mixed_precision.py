@@ -23,6 +23,9 @@ class MixedPrecisionPolicy:
             parameter.
         output_dtype: the dtype that floating point outputs of the module passed to `fully_shard` are cast to.
         cast_forward_inputs: whether floating point inputs of that module are cast to `param_dtype`.
+        gather_dtype: the dtype in which parameters are sent, where it is narrower than that of the forward, to which
+            they are cast behind. `torch.float8_e4m3fn` sends a byte for each element of a weight, and a scale for each
+            of its rows (along the dim that is sharded); tensors with less than two dims are sent as they are.
 
     Raises:
         TypeError: a dtype is not a `torch.dtype`.
@@ -33,6 +36,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    gather_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

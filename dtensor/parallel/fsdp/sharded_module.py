@@ -169,12 +169,14 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
     in_forward = torch.compiler.is_dynamo_compiling() and _in_traced_forward()
     if not (in_forward or unit.running or unit.unsharded):
         return parameter
-    dtype = unit.policy.param_dtype if parameter.is_floating_point() else None
+    floating = parameter.is_floating_point()
+    dtype = unit.policy.param_dtype if floating else None
     return unsharded(
         parameter,
         how,
         dtype=dtype,
         reduce_dtype=unit.policy.reduce_dtype or (parameter.dtype if dtype else None),
+        gather_dtype=unit.policy.gather_dtype if floating else None,
         local=unit.local,
         keep=unit.keep,
         reduce=unit.reduce,

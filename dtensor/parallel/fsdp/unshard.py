@@ -24,6 +24,7 @@ from ...layout.layout import Layout
 from ...mesh.operator_library import library
 from ...tensor.tensor import DTensor
 from ...torch_private.core import never_traced
+from .narrow import gathered
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +75,13 @@ class _Unsharded(torch.autograd.Function):
         inner: Any,
         dtype: torch.dtype | None,
         reduce_dtype: Any,
+        narrow: Any,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.given = mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype
+        ctx.given = mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype, narrow
         ctx.dtype, ctx.sizes = parameter.dtype, (tuple(parameter.shape), tuple(parameter.stride()))
         x = parameter if dtype is None else parameter.to(dtype)
-        x = torch.ops.dtensor.redistribute(x, whole.text, False)
+        x = torch.ops.dtensor.redistribute(x, whole.text, False) if narrow is None else gathered(x, whole, *narrow)
         if entering is None:
             return x
         local = x.to_local()
@@ -112,8 +114,8 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype = ctx.given
-        given = (mesh, whole, entering, target, inner_mesh, inner, ctx.dtype, reduce_dtype)
+        mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype, _ = ctx.given
+        given = (mesh, whole, entering, target, inner_mesh, inner, ctx.dtype, reduce_dtype, None)
         made = None if grad is None else _Unsharded.apply(grad, *given)
         return made, None, None, *(None,) * len(ctx.given)
 
@@ -130,6 +132,7 @@ def _reduced(
     inner: Any,
     _: Any,
     reduce_dtype: Any,
+    __: Any,
 ) -> torch.Tensor:
     if inner_mesh is not None:
         grad = torch.ops.dtensor.redistribute(grad, inner.text, False).to_local()
@@ -156,16 +159,17 @@ def _wrapped(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, sizes: tuple
 # The operator that Dynamo records. It would trace an autograd function twice, and its backward without a graph.
 library.define(
     "unshard(Tensor x, torch.distributed.device_mesh.DeviceMesh mesh, str whole, str entering, str target, "
-    "torch.distributed.device_mesh.DeviceMesh inner_mesh, str inner, ScalarType? dtype, ScalarType? reduce_dtype)"
-    " -> Tensor"
+    "torch.distributed.device_mesh.DeviceMesh inner_mesh, str inner, ScalarType? dtype, ScalarType? reduce_dtype, "
+    "torch.distributed.device_mesh.DeviceMesh data_mesh, int dim, ScalarType? gather_dtype) -> Tensor"
 )
 
 
 def _unshard_operator(x: DTensor, mesh: DeviceMesh, whole: str, *given: Any) -> torch.Tensor:
     """`dtensor::unshard`, decomposed at once for any tensor and any mode. Empty arguments were not given."""
-    entering, target, inner_mesh, inner, dtype, reduce_dtype = given
+    entering, target, inner_mesh, inner, dtype, reduce_dtype, *narrow = given
     layouts = [Layout.parse(text, x.dim()) if text else None for text in (whole, entering, target, inner)]
-    return _Unsharded.apply(x, mesh, *layouts[:3], inner_mesh if inner else None, layouts[3], dtype, reduce_dtype)
+    how = mesh, *layouts[:3], inner_mesh if inner else None, layouts[3], dtype, reduce_dtype
+    return _Unsharded.apply(x, *how, None if narrow[-1] is None else tuple(narrow))
 
 
 library.impl("unshard", _unshard_operator, "CompositeImplicitAutograd")
@@ -178,6 +182,7 @@ def unsharded(
     *,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    gather_dtype: torch.dtype | None = None,
     local: bool = True,
     keep: bool = False,
     reduce: str = "all",
@@ -189,18 +194,19 @@ def unsharded(
         how: how to unshard it.
         dtype: the dtype to cast it to before gathering; None does not cast.
         reduce_dtype: the dtype in which its gradient is reduced; None keeps the dtype of the gradient.
+        gather_dtype: the dtype in which it is sent (`dtensor.parallel.fsdp.narrow`); None for that of the result.
         local: drop the data axes; gradients are then averaged over them. Otherwise the result is a DTensor on all axes.
         keep: annotate the gather as one that is not repeated in the backward.
         reduce: the data axes over which the gradient is reduced: "all", "scatter" (the shard axis only) or "none".
     """
     target = {"all": how.layout, "scatter": how.scattered, "none": None}[reduce]
     entering, inner_mesh, inner = (how.unreduced, how.inner_mesh, how.inner) if local else (None, None, None)
+    narrow = how.data_mesh, how.dim or 0, gather_dtype if how.dim is not None else None
     if not torch.compiler.is_dynamo_compiling():
-        return _Unsharded.apply(
-            parameter, how.mesh, how.whole, entering, target, inner_mesh, inner, dtype, reduce_dtype
-        )
+        given = how.mesh, how.whole, entering, target, inner_mesh, inner, dtype, reduce_dtype
+        return _Unsharded.apply(parameter, *given, None if narrow[-1] is None else narrow)
     texts = ["" if layout is None else layout.text for layout in (how.whole, entering, target, inner)]
-    given = (how.mesh, *texts[:3], inner_mesh or how.mesh, texts[3], dtype, reduce_dtype)
+    given = (how.mesh, *texts[:3], inner_mesh or how.mesh, texts[3], dtype, reduce_dtype, *narrow)
     if keep:
         with annotate({KEPT: True}):
             return torch.ops.dtensor.unshard(parameter, *given)

@@ -55,7 +55,10 @@ def test_half_the_bytes():
     asked = only(C | {"code": "x = x.redistribute(placements=[Replicate()])"})
     assert asked.write == "redistribute(..., forward_dtype=torch.bfloat16)"
     gathered = C | {"op": "all_gather", "move": "S(0)->R", "parameter": True}
-    assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in only(gathered).write
+    quarter, half = said(gathered)
+    assert "MixedPrecisionPolicy(gather_dtype=torch.float8_e4m3fn)" in quarter.write
+    assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in half.write
+    assert (quarter.saves, half.saves) == (pytest.approx(6e-6), pytest.approx(4e-6))
 
 
 def test_gradients():

@@ -55,12 +55,11 @@ return %relu""",
 
 
 def test_phases_of_a_whole_step(bench):
-    """What Dynamo traced of a backward, what an optimizer's step called, and what comes between, as eager mode has it."""
+    """What Dynamo traced of a backward, what an optimizer called, and what comes between, as eager mode has it."""
     gm, taps = bench.trace(lambda x: (x * 2).relu().sin().cos(), (4,)), Noted()
     _, mul, relu, sin, cos, _ = gm.graph.nodes
     for node in (relu, sin, cos):
         node.meta["partitioner_tag"] = "is_backward"
-        node.meta["seq_nr"] = mul.meta["seq_nr"] = 5
     mul.meta["nn_module_stack"] = {"a": ("L['self'].up", nn.Linear)}
     relu.meta["autograd_backward"] = True
     cos.meta["stack_trace"] = f'  File "{torch.optim.__file__}", line 1, in sgd\n    param.add_(grad)\n'

@@ -6,8 +6,8 @@ from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
 from dtensor.passes import CollectiveInfo, Lower, collectives, simulate, wire_bytes
-from dtensor.passes.functional import lower
-from dtensor.passes.functional.lower import lowered
+from dtensor.passes.functional import inline
+from dtensor.passes.functional.inline import traced
 from dtensor.passes.graph import ir
 from dtensor.torch_private.core import c10d
 
@@ -235,7 +235,7 @@ def test_collectives_that_are_alike_are_traced_once(bench, monkeypatch):
 
     for symbolic, expected in ((False, 2), (True, 3)):
         count = []
-        monkeypatch.setattr(lower, "lowered", lambda *args: count.append(args) or lowered(*args))  # noqa: B023
+        monkeypatch.setattr(inline, "traced", lambda *args: count.append(args) or traced(*args))  # noqa: B023
         gm = bench.trace(f, (4, 6), (4, 8), symbolic=symbolic)
         assert bench.apply(Lower(), gm) == 3
         assert len(count) == expected

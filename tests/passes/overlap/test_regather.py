@@ -1,5 +1,6 @@
 """Which gathers of a joint graph are done again in the backward."""
 
+import torch
 from expecttest import assert_expected_inline
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -217,3 +218,16 @@ def test_a_weight_that_is_gathered_twice_is_not_kept(bench):
 
     gm = joint(bench, f, (4, 4), (4, 4), parameters=[0])
     assert Regather()(gm.graph) == 1
+
+
+def test_a_parameter_that_is_sent_in_eight_bits_is_gathered_again(bench):
+    """And not held as it was decoded."""
+
+    def f(w, x):
+        rows = ops.all_gather(torch.ops.dtensor.encode_rows(w, 0, torch.float8_e4m3fn), 0, 8, bench.tp)
+        whole = torch.ops.dtensor.decode_rows(rows, [8, 4], 0, torch.float8_e4m3fn, torch.float32).t()
+        return (x @ whole) @ (x @ whole).sin().t() @ x @ whole
+
+    gm = joint(bench, f, (4, 4), (4, 4), parameters=[0])
+    assert bench.apply(Regather(held=0), gm) == 1
+    assert marked(gm) == ["all_gather", "decode_rows", "t"]

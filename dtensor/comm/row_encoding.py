@@ -1,0 +1,93 @@
+"""Tensors sent in 8 bits: `dtensor::encode_rows` and `dtensor::decode_rows`.
+
+Each row has a scale of its own, by which its largest element becomes the largest that float8 holds, as in the per-row
+recipe of torchao. A row lies along the dim that is cut, so it is whole on one rank: its scale needs no communication,
+and travels as four more bytes of the row.
+
+Both are one node each until passes have decided what is sent when (`dtensor.passes.Expand` takes them apart then).
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch.library import register_fake
+
+from ..mesh.operator_library import library
+from .start_collectives import ANY_ORDER
+
+SCALE = torch.float32
+LEAST = torch.finfo(SCALE).tiny
+"""What is added to scales, in order that a row of zeros has one; it changes no other."""
+
+
+def encode_rows(x: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """The rows of `x` along `dim` as bytes. Those of a tensor with less than two dims are its elements as they are.
+
+    Args:
+        x: floating point.
+        dim: the dim along which rows lie.
+        dtype: a floating point dtype of 8 bits, in which elements are sent.
+
+    Returns:
+        uint8, (rows, bytes of a row): the elements, and the scale. Of a row that holds a NaN or infinity, all elements
+        are NaN once it is decoded.
+    """
+    if x.dim() < 2:
+        return x.reshape(-1, 1).clone().view(torch.uint8)
+    rows = x.movedim(dim, 0).reshape(x.shape[dim], prod(_others(x, dim)))
+    rows = _cast(rows, SCALE)
+    scale = rows.abs().amax(1, keepdim=True) / torch.finfo(dtype).max + LEAST
+    return torch.cat([_cast(rows / scale, dtype).view(torch.uint8), scale.view(torch.uint8)], 1)
+
+
+def decode_rows(
+    message: torch.Tensor, shape: list[int], dim: int, sent: torch.dtype, dtype: torch.dtype
+) -> torch.Tensor:
+    """The tensor of `shape` and `dtype` whose rows along `dim` were encoded in the dtype `sent`."""
+    if len(shape) < 2:
+        return message.clone().view(dtype).reshape(shape)
+    values, scale = message[:, : -SCALE.itemsize], message[:, -SCALE.itemsize :].clone().view(SCALE)
+    rows = _cast(_cast(values.view(sent), SCALE) * scale, dtype)
+    whole = rows.view([shape[dim], *shape[:dim], *shape[dim + 1 :]]).movedim(0, dim)
+    return whole.clone(memory_format=torch.contiguous_format) if dim else whole
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.ops.prims.convert_element_type.default(x, dtype)  # to which Inductor takes `to` apart
+
+
+def _others(x: torch.Tensor, dim: int) -> tuple[int, ...]:
+    return tuple([n for k, n in enumerate(x.shape) if k != dim])
+
+
+def _fake_encode(x: Any, dim: int, dtype: torch.dtype) -> Any:
+    if x.dim() < 2:
+        return x.new_empty((x.numel(), x.dtype.itemsize), dtype=torch.uint8)
+    width = prod(_others(x, dim)) * dtype.itemsize + SCALE.itemsize
+    return x.new_empty((x.shape[dim], width), dtype=torch.uint8)
+
+
+def _fake_decode(message: Any, shape: Any, dim: int, sent: torch.dtype, dtype: torch.dtype) -> Any:
+    return message.new_empty(tuple(shape), dtype=dtype)
+
+
+_FORMS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "encode_rows": ("(Tensor x, int dim, ScalarType dtype) -> Tensor", encode_rows, _fake_encode),
+    "decode_rows": (
+        "(Tensor message, SymInt[] shape, int dim, ScalarType sent, ScalarType dtype) -> Tensor",
+        decode_rows,
+        _fake_decode,
+    ),
+}
+KERNELS: dict[Any, Callable[..., torch.Tensor]] = {}
+"""Operator -> the function that computes it."""
+
+for _name, (_schema, _kernel, _fake) in _FORMS.items():
+    library.define(f"{_name}{_schema}", tags=ANY_ORDER)
+    library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    register_fake(f"dtensor::{_name}", _fake, lib=library)
+    KERNELS[getattr(torch.ops.dtensor, _name).default] = _kernel
+
+__all__ = ["KERNELS", "decode_rows", "encode_rows"]
