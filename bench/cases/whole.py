@@ -2,9 +2,9 @@
 
 "dtensor" is `dtensor.compile.step`. In three graphs the model with its loss is compiled, and so are the steps of the
 optimizers; clipping between them runs operator by operator. Torch's sides are FSDP2 and DDP with a compiled model and
-optimizers as torch runs them. With Muon, parameters that are no matrices are AdamW's. "float8 gathers" is "dtensor"
-with parameters sent in float8. Losses are compared before anything is timed. The peak is what one step of the first
-rank allocates, of a mesh of which the others do not exist.
+optimizers as torch runs them. With Muon, parameters that are no matrices are AdamW's. "float8" is "dtensor" with
+parameters and gradients sent in float8. Losses are compared before anything is timed. The peak is what one step of the
+first rank allocates, of a mesh of which the others do not exist.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ from ..sides import batch, forget, reason
 from ..timing import compared, interleaved
 from .memory import allocated
 
-THREE, TORCH, NARROW = "three graphs", "torch", "float8 gathers"
+THREE, TORCH, NARROW = "three graphs", "torch", "float8"
 FAST = RATES[0]
 
 
@@ -82,7 +82,8 @@ def trained(side: str, job: Job, model: Model, mesh: Any, agreement: bool = True
     """The step of a side: from a batch to its loss."""
     options = {} if agreement else {"agreement": False}
     library = "torch" if side == TORCH else "dtensor"
-    given = {"mp_policy": MixedPrecisionPolicy(gather_dtype=torch.float8_e4m3fn)} if side == NARROW else {}
+    narrow = MixedPrecisionPolicy(gather_dtype=torch.float8_e4m3fn, reduce_dtype=torch.float8_e4m3fn)
+    given = {"mp_policy": narrow} if side == NARROW else {}
     built = applied(model.dense(mesh.device_type), model.family, library, job.plan, mesh, **given)
     steps = optimizers(job.optimizer, built)
     clip: Any = torch.nn.utils.clip_grad_norm_ if side == TORCH else clip_grad_norm_

@@ -1,10 +1,10 @@
-"""Tensors sent in 8 bits: `dtensor::encode_rows` and `dtensor::decode_rows`.
+"""Tensors sent in 8 bits: `dtensor::encode_rows`, and `dtensor::decode_rows` and `dtensor::mean_rows` of what arrives.
 
 Each row has a scale of its own, by which its largest element becomes the largest that float8 holds, as in the per-row
 recipe of torchao. A row lies along the dim that is cut, so it is whole on one rank: its scale needs no communication,
 and travels as four more bytes of the row.
 
-Both are one node each until passes have decided what is sent when (`dtensor.passes.Expand` takes them apart then).
+Each is one node until passes have decided what is sent when (`dtensor.passes.Expand` takes them apart then).
 """
 
 from collections.abc import Callable
@@ -48,8 +48,27 @@ def decode_rows(
     """The tensor of `shape` and `dtype` whose rows along `dim` were encoded in the dtype `sent`."""
     if len(shape) < 2:
         return message.clone().view(dtype).reshape(shape)
-    values, scale = message[:, : -SCALE.itemsize], message[:, -SCALE.itemsize :].clone().view(SCALE)
-    rows = _cast(_cast(values.view(sent), SCALE) * scale, dtype)
+    return _placed(_cast(_numbers(message, sent), dtype), shape, dim)
+
+
+def mean_rows(
+    messages: torch.Tensor, shape: list[int], dim: int, sent: torch.dtype, dtype: torch.dtype
+) -> torch.Tensor:
+    """The mean of tensors of `shape`, which has two dims or more, whose rows were encoded; it is taken in float32.
+
+    Args:
+        messages: uint8, (tensors, rows, bytes of a row).
+    """
+    rows = _numbers(messages, sent).sum(0) / messages.shape[0]
+    return _placed(_cast(rows, dtype), shape, dim)
+
+
+def _numbers(message: torch.Tensor, sent: torch.dtype) -> torch.Tensor:
+    width = SCALE.itemsize
+    return _cast(message[..., :-width].view(sent), SCALE) * message[..., -width:].clone().view(SCALE)
+
+
+def _placed(rows: torch.Tensor, shape: list[int], dim: int) -> torch.Tensor:
     whole = rows.view([shape[dim], *shape[:dim], *shape[dim + 1 :]]).movedim(0, dim)
     return whole.clone(memory_format=torch.contiguous_format) if dim else whole
 
@@ -80,6 +99,11 @@ _FORMS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         decode_rows,
         _fake_decode,
     ),
+    "mean_rows": (
+        "(Tensor messages, SymInt[] shape, int dim, ScalarType sent, ScalarType dtype) -> Tensor",
+        mean_rows,
+        _fake_decode,
+    ),
 }
 KERNELS: dict[Any, Callable[..., torch.Tensor]] = {}
 """Operator -> the function that computes it."""
@@ -90,4 +114,4 @@ for _name, (_schema, _kernel, _fake) in _FORMS.items():
     register_fake(f"dtensor::{_name}", _fake, lib=library)
     KERNELS[getattr(torch.ops.dtensor, _name).default] = _kernel
 
-__all__ = ["KERNELS", "decode_rows", "encode_rows"]
+__all__ = ["KERNELS", "decode_rows", "encode_rows", "mean_rows"]

@@ -20,7 +20,7 @@ from ...layout.placements import Shard, as_placements
 from ...mesh.mesh import one_object
 from ..modules.replaced import following
 from .added_later import remember
-from .mixed_precision import MixedPrecisionPolicy
+from .mixed_precision import FLOAT8, MixedPrecisionPolicy
 from .sharded_module import join, plain_class, sharded_class
 from .sharding import SHARDED_AS, planned, sharded
 from .unit import MEMBER, Member, Unit, members
@@ -104,7 +104,13 @@ def fully_shard(
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise ArgumentTypeError(f"shard_placement_fn is a function of a parameter; got {shard_placement_fn!r}")
     ignored = {id(p) for p in _parameters(ignored_params)}
-    unit = Unit(one_object(mesh), policy_of(mp_policy), not reshard_after_forward, activations == "local")
+    policy = policy_of(mp_policy)
+    if activations == "global" and policy.reduce_dtype in FLOAT8:
+        raise ArgumentError(
+            f"reduce_dtype={policy.reduce_dtype} sends the gradients of ranks, which with activations='global' are "
+            "reduced by the operators that compute them; write reduce_dtype=torch.bfloat16, or activations='local'"
+        )
+    unit = Unit(one_object(mesh), policy, not reshard_after_forward, activations == "local")
     parts = _Parts(modules, unit, ignored, shard_placement_fn)
     if OUTSIDE not in advice:
         advice.append(OUTSIDE)

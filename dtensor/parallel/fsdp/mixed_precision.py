@@ -10,6 +10,9 @@ import torch
 
 from ...errors import ArgumentError, ArgumentTypeError
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+"""The dtypes of 8 bits in which numbers are sent."""
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -20,16 +23,18 @@ class MixedPrecisionPolicy:
             that fewer bytes are sent.
         reduce_dtype: the dtype in which gradients are reduced; None uses that of the parameter, whatever `param_dtype`
             is, as FSDP2 does since torch 2.15 (`param_dtype` before). The optimizer gets gradients in the dtype of the
-            parameter.
+            parameter. With `torch.float8_e4m3fn`, a gradient with two dims or more is sent in a byte for each element
+            and a scale for each row (along the dim that is sharded), and added up in float32; others, and those
+            accumulated over several backwards, are reduced in float32.
         output_dtype: the dtype that floating point outputs of the module passed to `fully_shard` are cast to.
         cast_forward_inputs: whether floating point inputs of that module are cast to `param_dtype`.
         gather_dtype: the dtype in which parameters are sent, where it is narrower than that of the forward, to which
-            they are cast behind. `torch.float8_e4m3fn` sends a byte for each element of a weight, and a scale for each
-            of its rows (along the dim that is sharded); tensors with less than two dims are sent as they are.
+            they are cast behind. `torch.float8_e4m3fn` sends a byte for each element and a scale for each row, as for
+            gradients; tensors with less than two dims are sent as they are.
 
     Raises:
         TypeError: a dtype is not a `torch.dtype`.
-        ValueError: a dtype is not a floating point dtype.
+        ValueError: a dtype is not a floating point dtype, or one of 8 bits or less that cannot be sent.
     """
 
     param_dtype: torch.dtype | None = None
@@ -51,6 +56,8 @@ class MixedPrecisionPolicy:
                 raise ArgumentError(
                     f"{field.name} must be a floating point dtype; got {given}, write such as torch.bfloat16"
                 )
+            if field.name in ("gather_dtype", "reduce_dtype") and given.itemsize == 1 and given not in FLOAT8:
+                raise ArgumentError(f"nothing is sent as {given}; write {field.name}=torch.float8_e4m3fn")
 
 
-__all__ = ["MixedPrecisionPolicy"]
+__all__ = ["FLOAT8", "MixedPrecisionPolicy"]

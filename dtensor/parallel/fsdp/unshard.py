@@ -24,7 +24,8 @@ from ...layout.layout import Layout
 from ...mesh.operator_library import library
 from ...tensor.tensor import DTensor
 from ...torch_private.core import never_traced
-from .narrow import gathered
+from .mixed_precision import FLOAT8
+from .narrow import gathered, scattered
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +82,7 @@ class _Unsharded(torch.autograd.Function):
         ctx.given = mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype, narrow
         ctx.dtype, ctx.sizes = parameter.dtype, (tuple(parameter.shape), tuple(parameter.stride()))
         x = parameter if dtype is None else parameter.to(dtype)
-        x = torch.ops.dtensor.redistribute(x, whole.text, False) if narrow is None else gathered(x, whole, *narrow)
+        x = gathered(x, whole, *narrow) if narrow[-1] else torch.ops.dtensor.redistribute(x, whole.text, False)
         if entering is None:
             return x
         local = x.to_local()
@@ -114,8 +115,8 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype, _ = ctx.given
-        given = (mesh, whole, entering, target, inner_mesh, inner, ctx.dtype, reduce_dtype, None)
+        mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype, (data_mesh, dim, _) = ctx.given
+        given = (mesh, whole, entering, target, inner_mesh, inner, ctx.dtype, reduce_dtype, (data_mesh, dim, None))
         made = None if grad is None else _Unsharded.apply(grad, *given)
         return made, None, None, *(None,) * len(ctx.given)
 
@@ -132,10 +133,19 @@ def _reduced(
     inner: Any,
     _: Any,
     reduce_dtype: Any,
-    __: Any,
+    narrow: Any,
 ) -> torch.Tensor:
     if inner_mesh is not None:
         grad = torch.ops.dtensor.redistribute(grad, inner.text, False).to_local()
+    if reduce_dtype in FLOAT8:
+        data_mesh, dim, _ = narrow
+        if target is not None and dim is not None and grad.dim() > 1:
+            shard = target.dims[dim][-1]
+            left = tuple([(axis, op) for axis, op in entering.partial if axis != shard])
+            like = Layout.make(target.mesh_ndim, target.dims, left)
+            grad = scattered(grad, like, mesh, sizes, data_mesh, dim, reduce_dtype)
+            return torch.ops.dtensor.redistribute(grad, target.text, False).to(dtype)
+        reduce_dtype = torch.float32
     if reduce_dtype is not None:
         grad = _sent_as(grad, reduce_dtype)
     if entering is not None:
@@ -160,7 +170,7 @@ def _wrapped(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, sizes: tuple
 library.define(
     "unshard(Tensor x, torch.distributed.device_mesh.DeviceMesh mesh, str whole, str entering, str target, "
     "torch.distributed.device_mesh.DeviceMesh inner_mesh, str inner, ScalarType? dtype, ScalarType? reduce_dtype, "
-    "torch.distributed.device_mesh.DeviceMesh data_mesh, int dim, ScalarType? gather_dtype) -> Tensor"
+    "torch.distributed.device_mesh.DeviceMesh data_mesh, int? dim, ScalarType? gather_dtype) -> Tensor"
 )
 
 
@@ -169,7 +179,7 @@ def _unshard_operator(x: DTensor, mesh: DeviceMesh, whole: str, *given: Any) -> 
     entering, target, inner_mesh, inner, dtype, reduce_dtype, *narrow = given
     layouts = [Layout.parse(text, x.dim()) if text else None for text in (whole, entering, target, inner)]
     how = mesh, *layouts[:3], inner_mesh if inner else None, layouts[3], dtype, reduce_dtype
-    return _Unsharded.apply(x, *how, None if narrow[-1] is None else tuple(narrow))
+    return _Unsharded.apply(x, *how, tuple(narrow))
 
 
 library.impl("unshard", _unshard_operator, "CompositeImplicitAutograd")
@@ -201,10 +211,10 @@ def unsharded(
     """
     target = {"all": how.layout, "scatter": how.scattered, "none": None}[reduce]
     entering, inner_mesh, inner = (how.unreduced, how.inner_mesh, how.inner) if local else (None, None, None)
-    narrow = how.data_mesh, how.dim or 0, gather_dtype if how.dim is not None else None
+    narrow = how.data_mesh, how.dim, gather_dtype if how.dim is not None else None
     if not torch.compiler.is_dynamo_compiling():
         given = how.mesh, how.whole, entering, target, inner_mesh, inner, dtype, reduce_dtype
-        return _Unsharded.apply(parameter, *given, None if narrow[-1] is None else narrow)
+        return _Unsharded.apply(parameter, *given, narrow)
     texts = ["" if layout is None else layout.text for layout in (how.whole, entering, target, inner)]
     given = (how.mesh, *texts[:3], inner_mesh or how.mesh, texts[3], dtype, reduce_dtype, *narrow)
     if keep:

@@ -1,4 +1,4 @@
-"""Parameters of `fully_shard` that are sent in fewer bits than they are computed in."""
+"""Parameters of `fully_shard`, and gradients, that are sent in fewer bits than they are computed in."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from dtensor.comm.row_encoding import decode_rows, encode_rows
 from dtensor.parallel import ColwiseParallel, MixedPrecisionPolicy, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.testing import CountCollectives, with_ranks, with_threads
 
-FLOAT8 = MixedPrecisionPolicy(gather_dtype=torch.float8_e4m3fn)
+FLOAT8 = MixedPrecisionPolicy(gather_dtype=torch.float8_e4m3fn, reduce_dtype=torch.float8_e4m3fn)
 
 
 def rounded(x, dim=0, sent=torch.float8_e4m3fn):
@@ -84,6 +84,38 @@ def test_a_step_is_that_of_rounded_parameters(rank):
 
 
 @with_ranks(4, timeout=240)
+def test_gradients_are_means_of_rounded_ones(rank):
+    """Each rank's rows are rounded once, and added up in float32; eager and compiled, uneven, over other meshes. Under
+    `set_requires_gradient_sync(False)` nothing is rounded."""
+    for shape, dim in (((4,), 0), ((4,), 1), ((2, 2), 0)):
+        mesh = init_device_mesh("cpu", shape)
+        model, plain = model_of(), model_of()
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float8_e4m3fn)
+        fully_shard(model, mesh, mp_policy=policy, shard_placement_fn=lambda p: Shard(min(dim, p.dim() - 1)))  # noqa: B023
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+        plain(x).square().mean().backward()
+        grads = [rounded(p.grad, min(dim, p.dim() - 1)) for p in plain.parameters()]
+        exact = [p.grad for p in plain.parameters()]
+        for grad in [*grads, *exact]:
+            torch.distributed.all_reduce(grad)
+            grad /= 4
+        for run in (model, torch.compile(model, backend="dtensor", options={"inner": "aot_eager"}, fullgraph=True)):
+            model.zero_grad()
+            run(x).square().mean().backward()
+            for p, grad in zip(model.parameters(), grads, strict=True):
+                assert p.grad.placements == p.placements
+                assert p.grad.dtype == torch.float32
+                torch.testing.assert_close(p.grad.full_tensor(), grad, rtol=1e-4, atol=1e-6)
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        model(x).square().mean().backward()
+        model.set_requires_gradient_sync(True)
+        model(x).square().mean().backward()
+        for p, grad in zip(model.parameters(), exact, strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), 2 * grad)
+
+
+@with_ranks(4, timeout=240)
 def test_beside_tensor_parallel(rank):
     """A rank's part of a row has a scale of its own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -117,6 +149,25 @@ def test_bytes(rank):
         assert [(c.op, c.bytes) for c in forward.collectives] == [("all_gather", sent)]
         assert [(c.op, c.bytes) for c in backward.collectives] == [("reduce_scatter", 64 * 256 * 4)]
     assert 64 * (256 + 4) <= 0.26 * 64 * 256 * 4
+    model = nn.Linear(256, 128, bias=False)
+    fully_shard(model, mesh, mp_policy=FLOAT8)
+    out = model(torch.ones(2, 256))
+    with CountCollectives() as backward:
+        out.sum().backward()
+    assert [(c.op, c.bytes) for c in backward.collectives] == [("all_to_all", 64 * (256 + 4))]
+
+
+def test_refusals():
+    with pytest.raises(
+        ValueError, match=r"nothing is sent as torch.float8_e8m0fnu; write gather_dtype=torch.float8_e4"
+    ):
+        MixedPrecisionPolicy(gather_dtype=torch.float8_e8m0fnu)
+
+
+@with_threads(1)
+def test_gradients_of_a_global_view_are_refused(rank):
+    with pytest.raises(ValueError, match=r"reduce_dtype=torch.float8_e4m3fn.*write reduce_dtype=torch.bfloat16, or"):
+        fully_shard(nn.Linear(2, 2), init_device_mesh("cpu", (1,)), mp_policy=FLOAT8, activations="global")
 
 
 @pytest.mark.nightly

@@ -40,14 +40,14 @@ def test_golden(bench):
 %cat: u8[2,12] = aten.cat([%detach, %detach_1], 1)
 %all_gather: u8[4,12] = dtensor.all_gather(%cat, 0, 4, tp)
 %slice: u8[4,8] = aten.slice.Tensor(%all_gather, 1, 0, -4)
+%view_3: float8_e4m3fn[4,8] = aten.view.dtype(%slice, float8_e4m3fn)
+%detach_2: float8_e4m3fn[4,8] = aten.detach(%view_3)
+%convert_element_type_2: f32[4,8] = prims.convert_element_type(%detach_2, f32)
 %slice_1: u8[4,4] = aten.slice.Tensor(%all_gather, 1, -4, 9223372036854775807)
 %clone: u8[4,4] = aten.clone(%slice_1)
-%view_3: f32[4,1] = aten.view.dtype(%clone, f32)
-%detach_2: f32[4,1] = aten.detach(%view_3)
-%view_4: float8_e4m3fn[4,8] = aten.view.dtype(%slice, float8_e4m3fn)
-%detach_3: float8_e4m3fn[4,8] = aten.detach(%view_4)
-%convert_element_type_2: f32[4,8] = prims.convert_element_type(%detach_3, f32)
-%mul: f32[4,8] = aten.mul.Tensor(%convert_element_type_2, %detach_2)
+%view_4: f32[4,1] = aten.view.dtype(%clone, f32)
+%detach_3: f32[4,1] = aten.detach(%view_4)
+%mul: f32[4,8] = aten.mul.Tensor(%convert_element_type_2, %detach_3)
 %convert_element_type_3: f32[4,8] = prims.convert_element_type(%mul, f32)
 %view_5: f32[4,8] = aten.view(%convert_element_type_3, [4, 8])
 %permute_1: f32[4,8] = aten.permute(%view_5, [0, 1])
@@ -58,6 +58,15 @@ return %permute_1""",
 def test_other_dims_and_tensors_of_one(bench):
     gm = bench.trace(lambda x, y: (sent(x, bench.tp, 1), sent(y, bench.tp)), (2, 4, 3), (5,))
     assert bench.apply(Expand(), gm) == 4
+
+
+def test_means(bench):
+    def f(x):
+        rows = torch.ops.dtensor.encode_rows(x, 0, F8).unsqueeze(0)
+        mine = ops.all_to_all(rows, 0, 1, 2, bench.tp)
+        return torch.ops.dtensor.mean_rows(mine, [2, 8], 0, F8, x.dtype)
+
+    assert bench.apply(Expand(), bench.trace(f, (4, 8))) == 2
 
 
 def test_there_is_nothing_to_take_apart(bench):
