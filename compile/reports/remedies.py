@@ -153,10 +153,16 @@ def _half_the_bytes(c: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
 
 
 def _a_quarter_of_the_bytes(c: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
-    if c["dtype"] in WIDE and c["parameter"] and c["op"] == "all_gather":
-        write = "fully_shard(..., mp_policy=MixedPrecisionPolicy(gather_dtype=torch.float8_e4m3fn))"
-        why = "weights are sent in a byte for each element, and rounded; the forward computes in the dtype that it has"
-        yield write, why, c["fixed"] + (c["seconds"] - c["fixed"]) / WIDE[c["dtype"]]
+    if c["dtype"] not in WIDE:
+        return
+    if c["parameter"] and c["op"] == "all_gather":
+        which, why = "gather_dtype", "weights are sent in float8, in which they are rounded"
+    elif _is_gradient(c) and c["op"] == "reduce_scatter":
+        which, why = "reduce_dtype", "gradients are sent in float8, and added up in float32"
+    else:
+        return
+    write = f"fully_shard(..., mp_policy=MixedPrecisionPolicy({which}=torch.float8_e4m3fn))"
+    yield write, why, c["fixed"] + (c["seconds"] - c["fixed"]) / WIDE[c["dtype"]]
 
 
 def _later(c: dict[str, Any]) -> Iterator[tuple[str, str, float]]:

@@ -35,7 +35,7 @@ def encode_rows(x: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
         are NaN once it is decoded.
     """
     if x.dim() < 2:
-        return x.reshape(-1, 1).clone().view(torch.uint8)
+        return x.reshape(-1, 1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
     rows = x.movedim(dim, 0).reshape(x.shape[dim], prod(_others(x, dim)))
     rows = _cast(rows, SCALE)
     scale = rows.abs().amax(1, keepdim=True) / torch.finfo(dtype).max + LEAST
@@ -47,7 +47,7 @@ def decode_rows(
 ) -> torch.Tensor:
     """The tensor of `shape` and `dtype` whose rows along `dim` were encoded in the dtype `sent`."""
     if len(shape) < 2:
-        return message.clone().view(dtype).reshape(shape)
+        return message.clone(memory_format=torch.contiguous_format).view(dtype).reshape(shape)
     return _placed(_cast(_numbers(message, sent), dtype), shape, dim)
 
 
@@ -64,8 +64,9 @@ def mean_rows(
 
 
 def _numbers(message: torch.Tensor, sent: torch.dtype) -> torch.Tensor:
-    width = SCALE.itemsize
-    return _cast(message[..., :-width].view(sent), SCALE) * message[..., -width:].clone().view(SCALE)
+    values, scale = message[..., : -SCALE.itemsize], message[..., -SCALE.itemsize :]
+    scale = scale.clone(memory_format=torch.contiguous_format).view(SCALE)
+    return _cast(values.view(sent), SCALE) * scale
 
 
 def _placed(rows: torch.Tensor, shape: list[int], dim: int) -> torch.Tensor:

@@ -63,8 +63,9 @@ def test_half_the_bytes():
 
 def test_gradients():
     gradient = C | {"op": "reduce_scatter", "move": "P(avg)->S(0)", "direction": "backward", "readers": ["output"]}
-    later, half = said(gradient)
+    later, quarter, half = said(gradient)
     assert "set_requires_gradient_sync(False)" in later.write
+    assert ("reduce_dtype=torch.float8_e4m3fn" in quarter.write, quarter.saves) == (True, pytest.approx(6e-6))
     assert later.saves == pytest.approx(10e-6)
     assert said(gradient | {"asked": [0, 1, 2]})[0].saves == pytest.approx(6e-6)  # three starts instead of one
     assert ("reduce_dtype=torch.bfloat16" in half.write, half.saves) == (True, pytest.approx(4e-6))

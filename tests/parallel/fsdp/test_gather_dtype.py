@@ -51,8 +51,9 @@ def test_what_is_not_finite_arrives_so_and_short_tensors_as_they_are():
 
 
 def model_of():
+    """Of ten and three rows, of which the last of four ranks has one and none."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, 8))
+    return nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, 3))
 
 
 @with_ranks(4, timeout=240)
