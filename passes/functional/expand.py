@@ -9,7 +9,8 @@ from .inline import Bodies
 
 
 class Expand(Pass):
-    """Takes apart `dtensor.encode_rows` and `dtensor.decode_rows`, by which tensors are sent in 8 bits.
+    """Takes apart `dtensor::encode_rows`, `dtensor::decode_rows` and `dtensor::mean_rows`, by which tensors are sent
+    in 8 bits.
 
     Before:
 

@@ -24,8 +24,9 @@ class MixedPrecisionPolicy:
         reduce_dtype: the dtype in which gradients are reduced; None uses that of the parameter, whatever `param_dtype`
             is, as FSDP2 does since torch 2.15 (`param_dtype` before). The optimizer gets gradients in the dtype of the
             parameter. With `torch.float8_e4m3fn`, a gradient with two dims or more is sent in a byte for each element
-            and a scale for each row (along the dim that is sharded), and added up in float32; others, and those
-            accumulated over several backwards, are reduced in float32.
+            and a scale for each row (along the dim that is sharded, or else the first), and added up in float32; over
+            an axis that replicates, the means are sent in the same way. Others, and those accumulated over several
+            backwards, are reduced in float32.
         output_dtype: the dtype that floating point outputs of the module passed to `fully_shard` are cast to.
         cast_forward_inputs: whether floating point inputs of that module are cast to `param_dtype`.
         gather_dtype: the dtype in which parameters are sent, where it is narrower than that of the forward, to which

@@ -12,59 +12,75 @@ from ...mesh.mesh import facts
 from ...tensor.tensor import DTensor
 
 
-def gathered(x: DTensor, whole: Layout, data_mesh: DeviceMesh, dim: int, sent: torch.dtype) -> DTensor:
-    """`x` in the layout `whole`, in which the data axes replicate; sent as `sent`, in the dtype of `x`.
+def gathered(x: DTensor, whole: Layout, sent: torch.dtype) -> DTensor:
+    """`x` in the layout `whole`, in which one dim is cut by one axis less; sent as `sent`, in the dtype of `x`.
 
     Args:
-        x: sharded over the last axis of `data_mesh`, innermost, along `dim`.
-        whole: its layout, but for the data axes.
-        data_mesh: the data axes.
-        dim: the dim that is gathered.
+        x: the sharded tensor; the axis is the innermost that cuts its dim.
+        whole: the layout of the result.
         sent: a floating point dtype: one of 16 bits, to which `x` is cast, or one of 8, with scales
-            (`dtensor.comm.row_encoding`).
+            (`dtensor.comm.row_encoding`). One that is no narrower than that of `x` is not used.
     """
+    found = _cut(x._spec.layout, whole)
+    if found is None or sent.itemsize >= x.dtype.itemsize:
+        return torch.ops.dtensor.redistribute(x, whole.text, False)
     if sent.itemsize > 1:
         made = torch.ops.dtensor.redistribute(x.to(sent), whole.text, False)
         return made.to(x.dtype)
+    dim, axis = found
     shape = list(x._spec.with_layout(whole).local_shape())
     rows = torch.ops.dtensor.encode_rows(x.to_local(), dim, sent)
-    message = _moved(rows, data_mesh, (shape[dim], rows.shape[1]), 0, None)
+    message = _moved(rows, x.device_mesh, axis, (shape[dim], rows.shape[1]), 0, None)
     made = torch.ops.dtensor.decode_rows(message, shape, dim, sent, x.dtype)
     return DTensor(made, x.device_mesh, whole, x.shape, x.stride())
 
 
-def scattered(
-    grad: torch.Tensor, like: Layout, mesh: DeviceMesh, sizes: Any, data_mesh: DeviceMesh, dim: int, sent: torch.dtype
+def averaged(
+    grad: torch.Tensor, entering: Layout, target: Layout, mesh: DeviceMesh, sizes: tuple[Any, Any], sent: torch.dtype
 ) -> DTensor:
-    """The mean of the gradients of the ranks of the last data axis, each of which gets its part: every rank sends its
-    rows to the rank that holds them, as `sent`, and that one adds them up in float32.
+    """A gradient averaged over axes of `mesh`: every rank sends each other its rows as `sent`, for which that one adds
+    them up in float32. Over the axis that shards the result it keeps these; over others it sends the means to all.
 
     Args:
-        grad: this rank's gradient, with two dims or more, whole along the data axes.
-        like: the layout of the result on `mesh`, for which `sizes` are its shape and strides.
-        dim: the dim along which the last data axis shards.
+        grad: this rank's gradient, with two dims or more.
+        entering: its layout, in which it is partial over all these axes.
+        target: the layout of the result, of which `sizes` are shape and strides.
         sent: a floating point dtype of 8 bits.
     """
-    rows = torch.ops.dtensor.encode_rows(grad, dim, sent)
-    ranks = facts(data_mesh).shape[-1]
-    mine = _moved(rows.unsqueeze(0), data_mesh, (ranks, *rows.shape), 0, 1)
-    shape = [*grad.shape[:dim], mine.shape[1], *grad.shape[dim + 1 :]]
-    made = torch.ops.dtensor.mean_rows(mine, shape, dim, sent, torch.float32)
-    return DTensor(made, mesh, like, *sizes)
+    over = [axis for axis, _ in entering.partial if (axis, "avg") not in target.partial]
+    dim, shard = _cut(target, entering) or (0, None)
+    for axis in sorted(over, key=lambda axis: axis != shard):  # first over that one, as less is left then
+        ranks, shape = facts(mesh).shape[axis], list(grad.shape)
+        if ranks == 1:
+            continue
+        rows = torch.ops.dtensor.encode_rows(grad, dim, sent)
+        mine = _moved(rows.unsqueeze(0), mesh, axis, (ranks, *rows.shape), 0, 1)
+        part = [*shape[:dim], mine.shape[1], *shape[dim + 1 :]]
+        grad = torch.ops.dtensor.mean_rows(mine, part, dim, sent, torch.float32)
+        if axis != shard:
+            means = torch.ops.dtensor.encode_rows(grad, dim, sent)
+            means = _moved(means, mesh, axis, tuple(rows.shape), 0, None)
+            grad = torch.ops.dtensor.decode_rows(means, shape, dim, sent, torch.float32)
+    return DTensor(grad, mesh, target, *sizes)
 
 
-def _moved(rows: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...], src: int, dst: int | None) -> torch.Tensor:
-    """Parts of a tensor of `shape` along `src`, one for each rank of the last axis, as parts along `dst`; None for all
-    of it."""
-    axes = len(facts(mesh).shape)
+def _cut(sharded: Layout, whole: Layout) -> tuple[int, int] | None:
+    """The dim that `sharded` cuts by an axis more than `whole`, and that axis; None if there is none."""
+    return next(((d, a[-1]) for d, (a, b) in enumerate(zip(sharded.dims, whole.dims)) if a != b), None)
+
+
+def _moved(
+    rows: torch.Tensor, mesh: DeviceMesh, axis: int, shape: tuple[int, ...], src: int, dst: int | None
+) -> torch.Tensor:
+    """Parts of a tensor of `shape` along `src`, one for each rank of an axis, as parts along `dst`; None for all of it.
+    Nothing moves along the other axes, over which each rank has a tensor of its own."""
 
     def cut(dim: int | None) -> Layout:
-        return Layout.make(axes, tuple([(axes - 1,) if d == dim else () for d in range(len(shape))]), ())
+        return Layout.make(len(facts(mesh).shape), tuple([(axis,) if d == dim else () for d in range(len(shape))]), ())
 
     strides = tuple([prod(shape[d + 1 :]) for d in range(len(shape))])
-    return torch.ops.dtensor.redistribute(
-        DTensor(rows, mesh, cut(src), shape, strides), cut(dst).text, False
-    ).to_local()
+    message = DTensor(rows, mesh, cut(src), shape, strides)
+    return torch.ops.dtensor.redistribute(message, cut(dst).text, False).to_local()
 
 
-__all__ = ["gathered", "scattered"]
+__all__ = ["averaged", "gathered"]

@@ -25,7 +25,7 @@ from ...mesh.operator_library import library
 from ...tensor.tensor import DTensor
 from ...torch_private.core import never_traced
 from .mixed_precision import FLOAT8
-from .narrow import gathered, scattered
+from .narrow import averaged, gathered
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,13 +76,13 @@ class _Unsharded(torch.autograd.Function):
         inner: Any,
         dtype: torch.dtype | None,
         reduce_dtype: Any,
-        narrow: Any,
+        gather_dtype: torch.dtype | None,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.given = mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype, narrow
+        ctx.given = mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype, gather_dtype
         ctx.dtype, ctx.sizes = parameter.dtype, (tuple(parameter.shape), tuple(parameter.stride()))
         x = parameter if dtype is None else parameter.to(dtype)
-        x = gathered(x, whole, *narrow) if narrow[-1] else torch.ops.dtensor.redistribute(x, whole.text, False)
+        x = gathered(x, whole, gather_dtype) if gather_dtype else torch.ops.dtensor.redistribute(x, whole.text, False)
         if entering is None:
             return x
         local = x.to_local()
@@ -115,8 +115,8 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype, (data_mesh, dim, _) = ctx.given
-        given = (mesh, whole, entering, target, inner_mesh, inner, ctx.dtype, reduce_dtype, (data_mesh, dim, None))
+        mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype, _ = ctx.given
+        given = (mesh, whole, entering, target, inner_mesh, inner, ctx.dtype, reduce_dtype, None)
         made = None if grad is None else _Unsharded.apply(grad, *given)
         return made, None, None, *(None,) * len(ctx.given)
 
@@ -133,18 +133,13 @@ def _reduced(
     inner: Any,
     _: Any,
     reduce_dtype: Any,
-    narrow: Any,
+    __: Any,
 ) -> torch.Tensor:
     if inner_mesh is not None:
         grad = torch.ops.dtensor.redistribute(grad, inner.text, False).to_local()
     if reduce_dtype in FLOAT8:
-        data_mesh, dim, _ = narrow
-        if target is not None and dim is not None and grad.dim() > 1:
-            shard = target.dims[dim][-1]
-            left = tuple([(axis, op) for axis, op in entering.partial if axis != shard])
-            like = Layout.make(target.mesh_ndim, target.dims, left)
-            grad = scattered(grad, like, mesh, sizes, data_mesh, dim, reduce_dtype)
-            return torch.ops.dtensor.redistribute(grad, target.text, False).to(dtype)
+        if target is not None and grad.dim() > 1:
+            return averaged(grad, entering, target, mesh, sizes, reduce_dtype).to(dtype)
         reduce_dtype = torch.float32
     if reduce_dtype is not None:
         grad = _sent_as(grad, reduce_dtype)
@@ -170,16 +165,15 @@ def _wrapped(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, sizes: tuple
 library.define(
     "unshard(Tensor x, torch.distributed.device_mesh.DeviceMesh mesh, str whole, str entering, str target, "
     "torch.distributed.device_mesh.DeviceMesh inner_mesh, str inner, ScalarType? dtype, ScalarType? reduce_dtype, "
-    "torch.distributed.device_mesh.DeviceMesh data_mesh, int? dim, ScalarType? gather_dtype) -> Tensor"
+    "ScalarType? gather_dtype) -> Tensor"
 )
 
 
 def _unshard_operator(x: DTensor, mesh: DeviceMesh, whole: str, *given: Any) -> torch.Tensor:
     """`dtensor::unshard`, decomposed at once for any tensor and any mode. Empty arguments were not given."""
-    entering, target, inner_mesh, inner, dtype, reduce_dtype, *narrow = given
+    entering, target, inner_mesh, inner, *dtypes = given
     layouts = [Layout.parse(text, x.dim()) if text else None for text in (whole, entering, target, inner)]
-    how = mesh, *layouts[:3], inner_mesh if inner else None, layouts[3], dtype, reduce_dtype
-    return _Unsharded.apply(x, *how, tuple(narrow))
+    return _Unsharded.apply(x, mesh, *layouts[:3], inner_mesh if inner else None, layouts[3], *dtypes)
 
 
 library.impl("unshard", _unshard_operator, "CompositeImplicitAutograd")
@@ -211,12 +205,11 @@ def unsharded(
     """
     target = {"all": how.layout, "scatter": how.scattered, "none": None}[reduce]
     entering, inner_mesh, inner = (how.unreduced, how.inner_mesh, how.inner) if local else (None, None, None)
-    narrow = how.data_mesh, how.dim, gather_dtype if how.dim is not None else None
+    dtypes = dtype, reduce_dtype, gather_dtype
     if not torch.compiler.is_dynamo_compiling():
-        given = how.mesh, how.whole, entering, target, inner_mesh, inner, dtype, reduce_dtype
-        return _Unsharded.apply(parameter, *given, narrow)
+        return _Unsharded.apply(parameter, how.mesh, how.whole, entering, target, inner_mesh, inner, *dtypes)
     texts = ["" if layout is None else layout.text for layout in (how.whole, entering, target, inner)]
-    given = (how.mesh, *texts[:3], inner_mesh or how.mesh, texts[3], dtype, reduce_dtype, *narrow)
+    given = (how.mesh, *texts[:3], inner_mesh or how.mesh, texts[3], *dtypes)
     if keep:
         with annotate({KEPT: True}):
             return torch.ops.dtensor.unshard(parameter, *given)

@@ -460,12 +460,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if (here := recorder()) is not None:
+    if _recorders and (here := recorder()) is not None:  # the first is all that Dynamo has to read otherwise
         here.each_parameter(optimizer, "gradient")
 
 
 def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if (here := recorder()) is not None:
+    if _recorders and (here := recorder()) is not None:
         here.each_parameter(optimizer, "updated")
         here.step()
 

@@ -253,8 +253,8 @@ MUTANTS = (
     ),
     Mutant(
         *("lower", "lowers an average as a sum"),
-        "args = tuple([ir.value(arg) if isinstance(arg, fx.Node) else arg for arg in node.args])",
-        'args = tuple([ir.value(a) if isinstance(a, fx.Node) else "sum" if a == "avg" else a for a in node.args])',
+        "for new in bodies.inline(node, KERNELS[c.op][0]):",
+        'for new in bodies.inline(node, lambda x, *a: KERNELS[c.op][0](x, *["sum" if y == "avg" else y for y in a])):',
         *(average, (SQUARE,), "all_reduce"),
     ),
     Mutant(

@@ -99,7 +99,7 @@ def check(run, path, *args, sizes=None):
     return package
 
 
-AT_NIGHT = ("momentum", "adam", "adamw", "a rate that is a tensor")
+AT_NIGHT = ("momentum", "adagrad", "adam", "adamw", "a rate that is a tensor")
 """By day AdamW is in the package that other tests take steps from."""
 
 
@@ -285,7 +285,7 @@ DIFFERENCES = {
 }
 
 
-ALSO_AT_NIGHT = ("more state", "no gradient", "class", "groups")
+ALSO_AT_NIGHT = ("rate", "more state", "no gradient", "class", "groups")
 """What is said of the state by day is that of "order"."""
 
 

@@ -171,6 +171,7 @@ def slow_but_working(rank):
     return with_part(rank, work)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_works_is_waited_for(own_caches):
     found = run_ranks(slow_but_working, 2)
     assert sorted([compiled for *_, compiled in found]) == [0, 1]

@@ -153,7 +153,7 @@ def test_last_batch(rank):
     [
         "attention, a head for each row",
         pytest.param("attention in three dimensions", marks=pytest.mark.nightly),
-        "another layout and back",
+        pytest.param("another layout and back", marks=pytest.mark.nightly),
         pytest.param("pad and cat", marks=pytest.mark.nightly),
     ],
 )
@@ -183,7 +183,7 @@ def test_ranks_without_rows_where_a_kernel_refuses_that(rank, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["softmax of columns", "rows added", pytest.param("taken along", marks=pytest.mark.nightly)]
+    "name", ["softmax of columns", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("rows added", "taken along"))]
 )
 @with_ranks(3)
 def test_sizes_that_become_numbers(rank, name):

@@ -1,10 +1,13 @@
 """Parameters of `fully_shard`, and gradients, that are sent in fewer bits than they are computed in."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
-from dtensor import Shard, init_device_mesh
+import dtensor.compile
+from dtensor import DTensor, Partial, Shard, init_device_mesh
 from dtensor.comm.row_encoding import decode_rows, encode_rows
 from dtensor.parallel import ColwiseParallel, MixedPrecisionPolicy, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.testing import CountCollectives, with_ranks, with_threads
@@ -50,93 +53,143 @@ def test_what_is_not_finite_arrives_so_and_short_tensors_as_they_are():
         )
 
 
-def full(grad):
-    assert grad is not None
-    return grad
-
-
 def model_of():
     """Of ten and three rows, of which the last of four ranks has one and none."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, 3))
 
 
-@with_ranks(4, timeout=240)
-def test_a_step_is_that_of_rounded_parameters(rank):
-    """Forward and gradients are those of a model whose weights are rounded; gradients are not. Also where shards are
-    uneven, over a mesh that replicates as well, and cut along another dim."""
+BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+LOCK = threading.Lock()
+"""Threads share the default generator."""
+
+
+def sharded(mesh, dim, **policy):
+    """A model, its copy that is not sharded, and by which dims its parameters are cut."""
+    with LOCK:
+        model, plain = model_of(), model_of()
+    dims = [min(dim, p.dim() - 1) for p in model.parameters()]
+    cut = lambda p: Shard(min(dim, p.dim() - 1))  # noqa: E731
+    return fully_shard(model, mesh, mp_policy=MixedPrecisionPolicy(**policy), shard_placement_fn=cut), plain, dims
+
+
+def runs(model, compiled):
+    return (
+        torch.compile(model, backend="dtensor", options={"inner": "aot_eager"}, fullgraph=True) if compiled else model
+    )
+
+
+def loss(out):
+    return out.float().square().mean()
+
+
+def gradients(model, dtype=torch.float32):
+    """Of each parameter, those on the four batches."""
+    found = [torch.autograd.grad(loss(model(x.to(dtype))), list(model.parameters())) for x in BATCHES]
+    return [torch.stack(list(of)) for of in zip(*found)]
+
+
+def check_rounded_parameters(rank, compiled):
     for shape, dim, dtype in (((4,), 0, None), ((4,), 1, None), ((2, 2), 0, torch.bfloat16)):
         mesh = init_device_mesh("cpu", shape)
-        policy = MixedPrecisionPolicy(param_dtype=dtype, gather_dtype=torch.float8_e4m3fn)
-        model, plain = model_of(), model_of()
-        places = [Shard(min(dim, p.dim() - 1)) for p in plain.parameters()]
-        fully_shard(model, mesh, mp_policy=policy, shard_placement_fn=lambda p: Shard(min(dim, p.dim() - 1)))  # noqa: B023
+        model, plain, dims = sharded(mesh, dim, param_dtype=dtype, gather_dtype=torch.float8_e4m3fn)
         with torch.no_grad():
-            for p, place in zip(plain.parameters(), places):
-                p.copy_(rounded(p if dtype is None else p.to(dtype), place.dim))
+            for p, d in zip(plain.parameters(), dims):
+                p.copy_(rounded(p if dtype is None else p.to(dtype), d))
         plain.to(dtype or torch.float32)
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
-        for run in (model, torch.compile(model, backend="dtensor", options={"inner": "aot_eager"}, fullgraph=True)):
-            model.zero_grad()
-            plain.zero_grad()
-            out, wanted = run(x), plain(x.to(dtype or x.dtype))
-            torch.testing.assert_close(out, wanted)
-            out.float().square().mean().backward()
-            wanted.float().square().mean().backward()
-            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.distributed.all_reduce(q.grad)
-                grad, expected = p.grad.full_tensor(), (full(q.grad) / 4).float()
-                torch.testing.assert_close(grad, expected, rtol=0.02, atol=1e-3 if dtype else 1e-6)
+        out = runs(model, compiled)(BATCHES[rank])
+        torch.testing.assert_close(out, plain(BATCHES[rank].to(dtype or torch.float32)))
+        loss(out).backward()
+        for p, grads in zip(model.parameters(), gradients(plain, dtype or torch.float32), strict=True):
+            expected = grads.float().mean(0)
+            torch.testing.assert_close(p.grad.full_tensor(), expected, rtol=0.02, atol=1e-3 if dtype else 1e-6)
 
 
-@with_ranks(4, timeout=240)
-def test_gradients_are_means_of_rounded_ones(rank):
-    """Each rank's rows are rounded once, and added up in float32; eager and compiled, uneven, over other meshes. Under
-    `set_requires_gradient_sync(False)` nothing is rounded."""
-    for shape, dim in (((4,), 0), ((4,), 1), ((2, 2), 0)):
-        mesh = init_device_mesh("cpu", shape)
-        model, plain = model_of(), model_of()
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float8_e4m3fn)
-        fully_shard(model, mesh, mp_policy=policy, shard_placement_fn=lambda p: Shard(min(dim, p.dim() - 1)))  # noqa: B023
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
-        plain(x).square().mean().backward()
-        grads = [rounded(full(p.grad), min(dim, p.dim() - 1)) for p in plain.parameters()]
-        exact = [full(p.grad) for p in plain.parameters()]
-        for grad in [*grads, *exact]:
-            torch.distributed.all_reduce(grad)
-            grad /= 4
-        for run in (model, torch.compile(model, backend="dtensor", options={"inner": "aot_eager"}, fullgraph=True)):
-            model.zero_grad()
-            run(x).square().mean().backward()
-            for p, grad in zip(model.parameters(), grads, strict=True):
-                assert p.grad.placements == p.placements
-                assert p.grad.dtype == torch.float32
-                torch.testing.assert_close(p.grad.full_tensor(), grad, rtol=1e-4, atol=1e-6)
+def check_rounded_gradients(rank, compiled):
+    for dim in (0, 1):
+        model, plain, dims = sharded(init_device_mesh("cpu", (4,)), dim, reduce_dtype=torch.float8_e4m3fn)
+        grads, run = gradients(plain), runs(model, compiled)
+        loss(run(BATCHES[rank])).backward()
+        for p, d, each in zip(model.parameters(), dims, grads, strict=True):
+            assert p.grad.placements == p.placements
+            assert p.grad.dtype == torch.float32
+            expected = torch.stack([rounded(grad, d) for grad in each]).mean(0)
+            torch.testing.assert_close(p.grad.full_tensor(), expected, rtol=1e-4, atol=1e-6)
         model.zero_grad()
         model.set_requires_gradient_sync(False)
-        model(x).square().mean().backward()
+        loss(run(BATCHES[rank])).backward()
         model.set_requires_gradient_sync(True)
-        model(x).square().mean().backward()
-        for p, grad in zip(model.parameters(), exact, strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), 2 * grad)
+        loss(run(BATCHES[rank])).backward()
+        for p, each in zip(model.parameters(), grads, strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), 2 * each.mean(0))
 
 
-@with_ranks(4, timeout=240)
-def test_beside_tensor_parallel(rank):
-    """A rank's part of a row has a scale of its own."""
+def check_rounded_means(rank, compiled):
+    for shape in ((4, 1), (2, 2)):
+        model, plain, _ = sharded(init_device_mesh("cpu", shape), 0, reduce_dtype=torch.float8_e4m3fn)
+        loss(runs(model, compiled)(BATCHES[rank])).backward()
+        for p, each in zip(model.parameters(), gradients(plain), strict=True):
+            assert p.grad.placements == p.placements
+            found, grad = p.grad.full_tensor(), each.mean(0)
+            everyone = DTensor.from_local(found, init_device_mesh("cpu", (4,)), [Partial("max")]).full_tensor()
+            assert torch.equal(found, everyone)
+            torch.testing.assert_close(found, grad, rtol=0.15, atol=0.03 * float(grad.abs().max()))
+
+
+def check_beside_tensor_parallel(rank, compiled):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model, whole = model_of(), model_of()
+    with LOCK:
+        model, whole = model_of(), model_of()
     for m in (model, whole):
         parallelize_module(m, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh["dp"], mp_policy=FLOAT8)
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    compiled = torch.compile(model, backend="dtensor", options={"inner": "aot_eager"}, fullgraph=True)
-    found = model(x)
-    torch.testing.assert_close(found, whole(x), rtol=0.1, atol=0.05)
-    assert not torch.equal(found, whole(x))
-    torch.testing.assert_close(compiled(x), found)
-    compiled(x).square().mean().backward()
+    x = BATCHES[0]
+    out = runs(model, compiled)(x)
+    torch.testing.assert_close(out, whole(x), rtol=0.1, atol=0.05)
+    assert not torch.equal(out, whole(x))
+    loss(out).backward()
     assert all(p.grad.placements == p.placements for p in model.parameters())
+
+
+CHECKS = {
+    "forward and gradients are those of rounded parameters; gradients are not": check_rounded_parameters,
+    "gradients are means of rounded ones, but those of several backwards": check_rounded_gradients,
+    "over an axis that replicates means are rounded as well, alike on all ranks": check_rounded_means,
+    "beside tensor parallelism, a rank's part of a row has a scale of its own": check_beside_tensor_parallel,
+}
+"""Where shards are uneven, or empty, over meshes that replicate as well, and cut along another dim."""
+
+
+@pytest.mark.parametrize("what", CHECKS)
+@with_threads(4)
+def test_four_ranks(rank, what):
+    CHECKS[what](rank, False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("what", CHECKS)
+@with_ranks(4, timeout=240)
+def test_four_ranks_compiled(rank, what):
+    CHECKS[what](rank, True)
+
+
+@with_ranks(2, timeout=240)
+def test_a_whole_step_is_that_of_eager_mode(rank):
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for whole in (False, True):
+        model, _, _ = sharded(mesh, 0, gather_dtype=torch.float8_e4m3fn, reduce_dtype=torch.float8_e4m3fn)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x, model=model, optimizer=optimizer):
+            loss(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = dtensor.compile.step(step, options={"inner": "aot_eager"}) if whole else step
+        for _ in range(3):
+            step(BATCHES[rank])
+        found.append([p.full_tensor() for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @with_threads(2)
@@ -144,7 +197,8 @@ def test_bytes(rank):
     """A byte for each element and four for a row, of four for each element; in 16 bits a half. Gradients are sent as
     they were."""
     mesh = init_device_mesh("cpu", (2,))
-    for dtype, sent in ((torch.float8_e4m3fn, 64 * (256 + 4)), (torch.bfloat16, 64 * 256 * 2)):
+    half, exact = 64 * 256 * 2, 64 * 256 * 4
+    for dtype, sent in ((torch.float8_e4m3fn, 64 * (256 + 4)), (torch.bfloat16, half), (torch.float64, exact)):
         model = nn.Linear(256, 128, bias=False)
         fully_shard(model, mesh, mp_policy=MixedPrecisionPolicy(gather_dtype=dtype))
         with CountCollectives() as forward:
@@ -153,14 +207,20 @@ def test_bytes(rank):
             out.sum().backward()
         assert out.dtype == torch.float32
         assert [(c.op, c.bytes) for c in forward.collectives] == [("all_gather", sent)]
-        assert [(c.op, c.bytes) for c in backward.collectives] == [("reduce_scatter", 64 * 256 * 4)]
-    assert 64 * (256 + 4) <= 0.26 * 64 * 256 * 4
+        assert [(c.op, c.bytes) for c in backward.collectives] == [("reduce_scatter", exact)]
+    assert 64 * (256 + 4) / exact <= 0.26
     model = nn.Linear(256, 128, bias=False)
     fully_shard(model, mesh, mp_policy=FLOAT8)
     out = model(torch.ones(2, 256))
     with CountCollectives() as backward:
         out.sum().backward()
     assert [(c.op, c.bytes) for c in backward.collectives] == [("all_to_all", 64 * (256 + 4))]
+    model = nn.Linear(256, 128, bias=False)
+    fully_shard(model, init_device_mesh("cpu", (2, 1)), mp_policy=FLOAT8)
+    with CountCollectives() as replicated:
+        model(torch.ones(2, 256)).sum().backward()
+    sent = [(c.op, c.bytes) for c in replicated.collectives]
+    assert sent == [("all_to_all", 64 * (256 + 4)), ("all_gather", 64 * (256 + 4))]
 
 
 def test_refusals():

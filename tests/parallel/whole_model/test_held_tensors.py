@@ -251,7 +251,7 @@ def test_what_only_looks_in_place(rank, how):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=pytest.mark.nightly)])
 @with_ranks(2)
 def test_modules_called_by_themselves(rank, how):
     plain = made()
@@ -331,7 +331,7 @@ class Slopes(nn.Module):
         return torch.func.jacrev(f)(x[0]) + torch.func.jacfwd(f)(x[1]) + rows.sum()
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=pytest.mark.nightly)])
 @with_ranks(2)
 def test_derivatives_inside(rank, how):
     torch.manual_seed(0)
@@ -357,7 +357,7 @@ class Flexible(nn.Module):
         return flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score + (i - j) * self.slopes[h])
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=pytest.mark.nightly)])
 @with_ranks(2)
 def test_flex_attention(rank, how):
     """Forward only: torch has no backward of it on the CPU."""

@@ -31,7 +31,12 @@ def overridable():
         yield
 
 
-@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda f: f.name)
+BY_DAY = [
+    pytest.param(fault, marks=[] if k % 3 == 0 else [pytest.mark.nightly]) for k, fault in enumerate(faults.FAULTS)
+]
+
+
+@pytest.mark.parametrize("fault", BY_DAY, ids=lambda f: f.name)
 def test_a_fault_is_named(fault, reference, tmp_path):
     """The sharded run is recorded up to the phase in which something is changed: what comes later is not the first
     difference. What a wrong rule changes may show later."""
