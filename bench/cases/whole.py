@@ -121,7 +121,7 @@ def trained(side: str, job: Job, model: Model, mesh: Any, agreement: bool = True
 
 def sides(job: Job) -> tuple[str, ...]:
     """What is compared; of tensor parallelism torch's compiled side is timed in `step`."""
-    narrow = (NARROW,) if (job.plan, job.optimizer) == ("fsdp", "AdamW") else ()
+    narrow = (NARROW,) if job.plan in ("fsdp", "ddp") and job.optimizer == "AdamW" else ()
     return (OURS, THREE) if job.plan == "tp" else (OURS, THREE, TORCH, *narrow)
 
 

@@ -50,6 +50,7 @@ def on_rank(rank):
             assert torch.equal(found, wanted), (way, options)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
 def test_the_sequences_of_one_device():
     run_ranks(on_rank, 2, timeout=240.0)

@@ -53,6 +53,7 @@ def test_a_program_is_the_model(rank, tmp_path):
     torch.testing.assert_close(program.module()(tokens=TOKENS.flip(0)), expected.flip(0))
 
 
+@pytest.mark.nightly
 @with_ranks(2)
 def test_sizes_may_vary(rank):
     mesh = init_device_mesh("cpu", (2,))

@@ -74,6 +74,7 @@ def test_views_on_one_axis(rank):
     assert min(taken.values()) >= 10, taken
 
 
+@pytest.mark.nightly
 @with_threads(4)
 def test_views_on_two_axes(rank):
     taken = crossings(init_device_mesh("cpu", (2, 2)), [(4, 8)])

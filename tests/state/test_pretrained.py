@@ -86,6 +86,7 @@ def assert_read_by_parts(path, plain, door, shard):
     found.backward()
 
 
+@pytest.mark.nightly
 @with_ranks(4)
 def test_saved_from_two_by_two_and_read_by_transformers(rank, tmp_path):
     save_from(tmp_path, "both")

@@ -151,6 +151,7 @@ def test_any_number_of_ranks_takes_what_is_there():
         assert set(run_ranks(process, 2)) < set(three)
 
 
+@pytest.mark.nightly
 def test_a_process_is_not_used_again_after_a_failure_nor_with_threads():
     with kept_ranks():
         before = run_ranks(process, 2)

@@ -194,6 +194,7 @@ def reduced_by(rank, folder, *jobs):
     return given
 
 
+@pytest.mark.nightly
 def test_graphs_from_the_cache_are_compared(tmp_path):
     """The list of collectives is in the compiled code, and so in what the cache gives back in another process."""
     jobs = run_ranks(reduced_by, 2, str(tmp_path), ("sum", "sum"), ("max", "max"), fresh=True)

@@ -357,6 +357,7 @@ def test_by_the_environment(made, monkeypatch):
         load_if_asked()
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_is_compiled_where_the_environment_names_the_package(made, monkeypatch):
     """Which `import dtensor` loads, before anything else stands before Dynamo."""
     monkeypatch.setenv("DTENSOR_PACKAGE", str(made))

@@ -137,6 +137,7 @@ def test_mixed_precision_casts_before_gathers(fake_mesh):
     assert 2 * bytes_of(lower.backward, "reduce_scatter") == bytes_of(full.backward, "reduce_scatter")
 
 
+@pytest.mark.nightly
 def test_no_reduction_while_gradients_accumulate(fake_mesh):
     model = by_layer(fake_mesh(2, 2))
     model.set_requires_gradient_sync(False)
