@@ -110,6 +110,7 @@ def test_a_step(name, safe_folder, own_caches):
     check(trained, safe_folder / "step.package", programs.OPTIMIZERS[name])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "sharding"),
     [

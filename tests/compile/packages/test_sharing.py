@@ -54,6 +54,7 @@ def uneven(mesh):
     return torch.compile(lambda x: (x * 2).sum().full_tensor())(x).item()
 
 
+@pytest.mark.nightly
 def test_nobody_waits_for_a_rank_with_other_shards(own_caches):
     found = run_ranks(shared, 2, uneven)
     assert [losses for losses, *_ in found] == [40.0, 40.0]

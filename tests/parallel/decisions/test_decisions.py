@@ -189,6 +189,7 @@ def decided(shape: tuple[int, ...], names: tuple[str, ...]) -> str:
     return text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("shape", "names"), [((2,), ("tp",)), pytest.param((2, 2), ("dp", "tp"), marks=pytest.mark.nightly)]
 )
@@ -239,6 +240,7 @@ def test_a_program_that_is_far_from_what_was_recorded_does_not_follow():
             assert [x.relu().placements for _ in range(3)] == [(Shard(1),), (Shard(1),), (Shard(0),)]
 
 
+@pytest.mark.nightly
 def test_without_gradients_no_backward_is_decided():
     with fake_ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -396,6 +398,7 @@ def test_layers_that_are_cut_otherwise_are_decided_each():
     assert [call.kwargs.get("alike", True) for call in steps.call_args_list] == [True, False]
 
 
+@pytest.mark.nightly
 def test_layers_are_not_decided_alike_where_that_costs():
     """Here it costs 5 %."""
     with fake_ranks(2), mock.patch.object(deciding, "_solution", wraps=deciding._solution) as solved:

@@ -253,6 +253,7 @@ def test_modules_of_one_pattern_that_differ_are_named_one_by_one():
     assert not any(name.startswith("inner.*.") for name in (*plan.parameters, *plan.used))
 
 
+@pytest.mark.nightly
 def test_the_same_plan_each_time():
     one, other = (searched("decoder", {"dp": 2, "tp": 2}, FAST) for _ in range(2))
     assert one == other
