@@ -12,9 +12,8 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.library import register_fake
 
-from ..mesh.operator_library import library
+from ..mesh.operator_library import define
 from .start_collectives import ANY_ORDER
 
 SCALE = torch.float32
@@ -93,26 +92,16 @@ def _fake_decode(message: Any, shape: Any, dim: int, sent: torch.dtype, dtype: t
     return message.new_empty(tuple(shape), dtype=dtype)
 
 
-_FORMS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
-    "encode_rows": ("(Tensor x, int dim, ScalarType dtype) -> Tensor", encode_rows, _fake_encode),
-    "decode_rows": (
-        "(Tensor message, SymInt[] shape, int dim, ScalarType sent, ScalarType dtype) -> Tensor",
-        decode_rows,
-        _fake_decode,
-    ),
-    "mean_rows": (
-        "(Tensor messages, SymInt[] shape, int dim, ScalarType sent, ScalarType dtype) -> Tensor",
-        mean_rows,
-        _fake_decode,
-    ),
-}
-KERNELS: dict[Any, Callable[..., torch.Tensor]] = {}
-"""Operator -> the function that computes it."""
+_ARRIVED = "SymInt[] shape, int dim, ScalarType sent, ScalarType dtype) -> Tensor"
+define("encode_rows(Tensor x, int dim, ScalarType dtype) -> Tensor", encode_rows, _fake_encode, tags=ANY_ORDER)
+define(f"decode_rows(Tensor message, {_ARRIVED}", decode_rows, _fake_decode, tags=ANY_ORDER)
+define(f"mean_rows(Tensor messages, {_ARRIVED}", mean_rows, _fake_decode, tags=ANY_ORDER)
 
-for _name, (_schema, _kernel, _fake) in _FORMS.items():
-    library.define(f"{_name}{_schema}", tags=ANY_ORDER)
-    library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    register_fake(f"dtensor::{_name}", _fake, lib=library)
-    KERNELS[getattr(torch.ops.dtensor, _name).default] = _kernel
+KERNELS: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.dtensor.encode_rows.default: encode_rows,
+    torch.ops.dtensor.decode_rows.default: decode_rows,
+    torch.ops.dtensor.mean_rows.default: mean_rows,
+}
+"""Operator -> the function that computes it."""
 
 __all__ = ["KERNELS", "decode_rows", "encode_rows", "mean_rows"]

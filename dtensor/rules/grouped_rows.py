@@ -14,10 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..mesh.operator_library import library
-
-library.define("rows_by_group(Tensor x, Tensor w, Tensor ends, SymInt of) -> Tensor")
-library.define("rows_within_groups(Tensor x, Tensor y, Tensor ends, SymInt of) -> Tensor")
+from ..mesh.operator_library import define
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
@@ -62,12 +59,16 @@ def _within_groups(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, of: int
     return made
 
 
-for _name, _kernel, _fake in (
-    ("rows_by_group", _by_group, lambda x, w, ends, of: x.new_empty(x.shape[0], w.shape[2])),
-    ("rows_within_groups", _within_groups, lambda x, y, ends, of: x.new_empty(ends.shape[0], x.shape[1], y.shape[1])),
-):
-    library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"dtensor::{_name}", _fake, lib=library)
+define(
+    "rows_by_group(Tensor x, Tensor w, Tensor ends, SymInt of) -> Tensor",
+    _by_group,
+    lambda x, w, ends, of: x.new_empty(x.shape[0], w.shape[2]),
+)
+define(
+    "rows_within_groups(Tensor x, Tensor y, Tensor ends, SymInt of) -> Tensor",
+    _within_groups,
+    lambda x, y, ends, of: x.new_empty(ends.shape[0], x.shape[1], y.shape[1]),
+)
 
 rows_by_group: Any = torch.ops.dtensor.rows_by_group.default
 rows_within_groups: Any = torch.ops.dtensor.rows_within_groups.default

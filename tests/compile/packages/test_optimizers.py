@@ -115,9 +115,9 @@ def test_a_step(name, safe_folder, own_caches):
     ("name", "sharding"),
     [
         ("adamw", "fsdp"),
-        pytest.param("momentum", "plain", marks=pytest.mark.nightly),
-        pytest.param("momentum", "fsdp", marks=pytest.mark.nightly),
-        pytest.param("adamw", "plain", marks=pytest.mark.nightly),
+        ("momentum", "plain"),
+        ("momentum", "fsdp"),
+        ("adamw", "plain"),
     ],
 )
 def test_other_parameters(name, sharding, safe_folder, own_caches):
