@@ -3,8 +3,9 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from itertools import groupby
 from types import EllipsisType
 
@@ -18,6 +19,7 @@ from .graph.copying import copy_graph
 from .graph.count import count
 from .graph.groups import MeshGroups, known
 from .graph.sizes import settle
+from .graph.steps import limited
 from .graph.verify import Seen
 from .graph.verify import verify as verify_graph
 from .pipeline import PIPELINE, REGISTERED, STAGES
@@ -140,15 +142,35 @@ def planned(compilation: Compilation, chosen: Sequence[Pass], disable: Iterable[
         disable: names of passes to leave out.
         communicates: whether there are collectives in the graph; otherwise only passes that run anywhere do.
     """
-    off = set(disable)
+    return _planned(compilation, chosen, frozenset(disable), communicates, 0)
+
+
+def _planned(
+    compilation: Compilation, chosen: Sequence[Pass], off: frozenset[str], communicates: bool, first: int
+) -> list[Pass]:
+    """As `planned`, from the stage at this place of the table on."""
     found: list[Pass] = []
-    for stage in STAGES:
-        if compilation.graph not in stage.graphs:
+    for k, stage in enumerate(STAGES):
+        if k < first or compilation.graph not in stage.graphs:
             continue
+        here = replace(compilation, finished=partial(_finished, compilation, chosen, off, k + 1))
         own = {p.name for p in stage.passes}
         mine = [p for p in stage.passes if p.when and p.name not in off]
         mine += [p for p in chosen if p.stage == stage.name and not p.when and (p.name in own or p.name not in _OURS)]
-        found += [taken for p in mine if (communicates or p.anywhere) and (taken := p.taking(compilation)) is not None]
+        found += [taken for p in mine if (communicates or p.anywhere) and (taken := p.taking(here)) is not None]
+    return found
+
+
+def _finished(
+    compilation: Compilation, chosen: Sequence[Pass], off: frozenset[str], first: int, graph: fx.Graph
+) -> fx.Graph:
+    """What the stages from this place of the table on make of a graph, but for those that change nothing about what it
+    sends and computes."""
+    found, last = copy_graph(graph), {stage.name for stage in STAGES if not stage.open}
+    with limited():
+        for p in _planned(compilation, chosen, off, True, first):
+            if p.stage not in last:
+                p(found)
     return found
 
 

@@ -58,6 +58,7 @@ class Compilation:
         inner: what runs the graph: "inductor", which reorders independent nodes, or "aot_eager".
         passes: names of the passes that were chosen.
         memory_budget: the option of that name: bytes of gathered tensors that may be saved for the backward, or None.
+        memory: the option of that name: bytes that a rank may hold in a whole step, or None.
         split_batch: the option of that name: the number of microbatches.
         agreement: whether ranks compare what a graph communicates before it first runs.
         within: whether it is the graph of a branch or of a loop body in another graph.
@@ -67,12 +68,14 @@ class Compilation:
             program; "" if it is unknown.
         drawn: names of the groups whose ranks are taken to draw the same random numbers.
         taps: where values are recorded; None if nothing is recorded.
+        finished: makes of a graph, which it leaves as it is, the one that the later stages will make of it.
     """
 
     graph: str
     inner: str = "aot_eager"
     passes: frozenset[str] = frozenset()
     memory_budget: int | None = None
+    memory: int | None = None
     split_batch: int = 1
     agreement: bool = True
     within: bool = False
@@ -81,6 +84,7 @@ class Compilation:
     module_of: Callable[[int], str] = field(default=lambda number: "", repr=False)
     drawn: tuple[str, ...] = ()
     taps: Taps | None = None
+    finished: Callable[[fx.Graph], fx.Graph] = field(default=lambda graph: graph, repr=False)
 
 
 class Pass(ABC):

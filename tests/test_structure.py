@@ -84,6 +84,7 @@ PASSES_KNOW = (
     "program.stages",
     "comm.agreement",
     "comm.collectives",
+    "comm.host_memory",
     "comm.row_encoding",
     "comm.profiled",
     "comm.replication_check",

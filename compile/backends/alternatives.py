@@ -36,7 +36,7 @@ def changes(options: Options) -> Iterator[tuple[str, Options]]:
     """Yield what can be changed about options to communicate less or later, with the resulting options."""
     if options.split_batch == 1:
         yield "split_batch", replace(options, split_batch=2)
-    if options.memory_budget != ALL:
+    if options.memory_budget != ALL and options.memory is None:
         yield "memory_budget", replace(options, memory_budget=ALL)
     if options.passes is not None or options.disable:
         yield "passes", replace(options, passes=None, disable=())

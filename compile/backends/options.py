@@ -42,6 +42,9 @@ class Options:
             taken from a cache.
         memory_budget: bytes of gathered tensors that may be saved for the backward; tensors beyond it are gathered
             again. None gathers parameters again and saves the others (`dtensor.passes.Regather`).
+        memory: bytes that a rank may hold at once in a whole step (`dtensor.compile.step`), from parameters to
+            gradients; what the backward needs of the forward is then held, gathered or computed again, or put on the
+            host, whatever costs least. None computes again as torch's partitioner does, whatever that takes.
         split_batch: the number of microbatches into which a batch is split, so that one computes while another
             communicates (`dtensor.passes.SplitBatch`); 1 leaves it unsplit.
         agreement: whether the ranks compare what a graph communicates before it first runs (`dtensor.comm.agreement`).
@@ -57,6 +60,7 @@ class Options:
     dump: str | None = None
     verify: bool = False
     memory_budget: int | None = None
+    memory: int | None = None
     split_batch: int = 1
     agreement: bool = True
     decide: bool | str = True
@@ -222,6 +226,13 @@ def _bytes_or_none(option: str, given: Any) -> int | None:
     return given
 
 
+def _positive_bytes(option: str, given: Any) -> int | None:
+    found = _bytes_or_none(option, given)
+    if found == 0:
+        raise ArgumentError(f"{option} is the number of bytes that a step may take, got 0; write None for no bound")
+    return found
+
+
 def _parts(option: str, given: Any) -> int:
     if isinstance(given, bool) or not isinstance(given, int):
         raise ArgumentTypeError(f"{option} is a number of microbatches, got {given!r}")
@@ -244,6 +255,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "dump": _folder,
     "verify": _switch,
     "memory_budget": _bytes_or_none,
+    "memory": _positive_bytes,
     "split_batch": _parts,
     "agreement": _switch,
     "decide": _switch_or_folder,

@@ -17,9 +17,10 @@ from torch import fx
 from dtensor import passes
 from dtensor.comm.replication_check import drawn
 from dtensor.dispatch.whole_graph import now
-from dtensor.errors import InvalidInputError
+from dtensor.errors import ArgumentError, InvalidInputError
 from dtensor.mesh.provenance import PARAMETER, keeps_specs
 from dtensor.passes import STAGES, Compilation, Pass, Raise, Simulation
+from dtensor.passes.graph.estimate import flops
 from dtensor.passes.runner import Observer, Runner, planned
 from dtensor.passes.stages import BACKWARD, FORWARD, HALVES, INFERENCE, JOINT, MARKED
 from dtensor.program.source_lines import users_level
@@ -29,7 +30,6 @@ from dtensor.torch_private.partitioning import tag_backward
 from dtensor.torch_private.phases import PASSES, current, phase
 from dtensor.torch_private.symbolic_sizes import binary_products
 
-from ..estimates.estimate import flops
 from ..estimates.meshes import mesh_groups
 from ..recording.frames import Frame, current_frame
 from ..recording.logs import log_passes
@@ -81,7 +81,13 @@ def prepare_partition(graph: fx.Graph, options: Options, static: Sequence[int]) 
 
     Raises:
         PassError: as in `simplify_joint`.
+        ValueError: the option `memory` is given, which is for whole steps.
     """
+    if options.memory is not None:
+        raise ArgumentError(
+            f"memory={options.memory:,} bounds what a whole training step holds, and this graph ends with gradients; "
+            "compile the step, optimizer included, by dtensor.compile.step(train, memory=...)"
+        )
     mark_parameters(graph, static)
     _run(graph, options, MARKED)
 
@@ -130,6 +136,7 @@ def compilation_of(options: Options, kind: str, frame: Frame, within: bool = Fal
         options.inner,
         frozenset([p.name for p in options.chosen()]),
         options.memory_budget,
+        options.memory,
         options.split_batch,
         options.agreement,
         within,

@@ -15,7 +15,7 @@ def mesh_groups() -> tuple[MeshGroups, ...]:
     """
     with disable_current_modes():
         facts = [f for f in known_meshes() if f.groups and _is_alive(f)]
-    return tuple(dict.fromkeys([MeshGroups(tuple(sorted(f.groups.items())), f.network) for f in facts]))
+    return tuple(dict.fromkeys([MeshGroups(tuple(sorted(f.groups.items())), f.network, f.machine) for f in facts]))
 
 
 def mesh_kinds() -> tuple[Any, ...]:

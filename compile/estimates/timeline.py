@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from dtensor.passes.graph import groups, ir
+from dtensor.passes.graph import estimate, groups, ir
 from dtensor.passes.graph.ordered import called
 from dtensor.passes.graph.text import target_name
 from dtensor.prices.streams import Flight, Streams
 
-from . import estimate
-from .traffic import Sent, bytes_of, is_wait, sent
+from .traffic import Sent, is_wait, sent
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ def _bytes(node: fx.Node) -> int:
     """Bytes that a node allocates; the output node allocates nothing."""
     if node.op == "output":
         return 0
-    return sum(map(bytes_of, ir.tensors(node)))
+    return sum(map(estimate.bytes_of, ir.tensors(node)))
 
 
 def replayed(

@@ -4,7 +4,6 @@
 compiler made it: in-place and out variants, calls on several tensors, and calls that Inductor wraps to order them.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from dtensor.comm.collectives import COMMUNICATING
 from dtensor.job.groups import group_ranks
 from dtensor.mesh.provenance import RECORD
 from dtensor.passes.graph import ir
+from dtensor.passes.graph.estimate import bytes_of
 from dtensor.passes.graph.ordered import called
 from dtensor.prices import links
 from dtensor.torch_private.core import tree_leaves
@@ -130,11 +130,6 @@ def traffic(graph: fx.Graph) -> Iterator[tuple[fx.Node, Sent]]:
         found = sent(node)
         if found is not None and len(found.ranks) != 1:
             yield node, found
-
-
-def bytes_of(x: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements; symbolic sizes count with their example values."""
-    return math.prod([hint(n) for n in x.shape]) * x.element_size()
 
 
 def _values(arg: Any) -> Any:

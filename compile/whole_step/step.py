@@ -28,12 +28,12 @@ class CompiledStep(Generic[P, R]):
         optimizers: those that the first call has stepped.
     """
 
-    def __init__(self, function: Callable[P, R], options: Mapping[str, Any] | None) -> None:
+    def __init__(self, function: Callable[P, R], memory: int | None, options: Mapping[str, Any] | None) -> None:
         functools.update_wrapper(self, function)
-        Options.of(options)
+        given = {"memory": memory, **(options or {})}
+        Options.of(given)
         self.function = function
         self.optimizers: list[Optimizer] | None = None
-        given = dict(options) if options else None
         self._compiled: Callable[P, R] = torch.compile(function, backend="dtensor", options=given, fullgraph=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -56,14 +56,23 @@ class CompiledStep(Generic[P, R]):
 
 
 @overload
-def step(function: Callable[P, R], *, options: Mapping[str, Any] | None = None) -> CompiledStep[P, R]: ...
+def step(
+    function: Callable[P, R], *, memory: int | None = None, options: Mapping[str, Any] | None = None
+) -> CompiledStep[P, R]: ...
 
 
 @overload
-def step(*, options: Mapping[str, Any] | None = None) -> Callable[[Callable[P, R]], CompiledStep[P, R]]: ...
+def step(
+    *, memory: int | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[[Callable[P, R]], CompiledStep[P, R]]: ...
 
 
-def step(function: Callable[..., Any] | None = None, *, options: Mapping[str, Any] | None = None) -> Any:
+def step(
+    function: Callable[..., Any] | None = None,
+    *,
+    memory: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
     """Compile a training step as one graph: forward, backward, clipping and the optimizers' steps.
 
         @dtensor.compile.step
@@ -84,6 +93,10 @@ def step(function: Callable[..., Any] | None = None, *, options: Mapping[str, An
     Args:
         function: the step. It may take tensors and other values, and return some; it leaves no gradients that the next
             call does not use.
+        memory: bytes that a rank may hold at once while the compiled step runs: parameters, states of optimizers and
+            inputs, and all that the step allocates. What the backward needs of the forward is then held, computed or
+            gathered again, or put on the host, whichever takes the least time within these bytes. None holds what
+            torch's partitioner would hold. The first call, which is eager, is not bounded.
         options: those of the backend, see `dtensor.compile.Options`.
 
     Returns:
@@ -91,11 +104,13 @@ def step(function: Callable[..., Any] | None = None, *, options: Mapping[str, An
 
     Raises:
         TypeError: what is given is not a function.
-        ValueError: unknown or invalid options; on the first call, an optimizer whose step cannot be part of a graph.
+        ValueError: unknown or invalid options; on the first call, an optimizer whose step cannot be part of a graph;
+            on the second one, `memory` is less than the step can do with.
+        NotImplementedError: `memory` is given, and shards differ in size between ranks.
         torch._dynamo.exc.Unsupported: on the second call, a line of the function cannot be part of a graph.
     """
     if function is None:
-        return functools.partial(step, options=options)
+        return functools.partial(step, memory=memory, options=options)
     if isinstance(function, torch.nn.Module) or not callable(function):
         raise ArgumentTypeError(
             f"step compiles a function that makes a whole training step, got {shown(function)}; write a function that "
@@ -103,7 +118,7 @@ def step(function: Callable[..., Any] | None = None, *, options: Mapping[str, An
         )
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise ArgumentTypeError(f"step compiles a plain function, got the generator or coroutine {function.__name__}")
-    return CompiledStep(function, options)
+    return CompiledStep(function, memory, options)
 
 
 def _check(optimizer: Optimizer) -> None:

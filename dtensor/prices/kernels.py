@@ -27,19 +27,26 @@ class Call:
         fused: whether compilers fuse it with its neighbours.
         reads: for each operand its memory, and how many bytes of it are read.
         writes: for each output its memory and bytes; None for one that is no tensor.
+        phase: calls of different phases are never one kernel.
     """
 
     fused: bool
     reads: Sequence[tuple[Memory, float]]
     writes: Sequence[tuple[Memory, float] | None]
+    phase: int = 0
 
     @staticmethod
-    def of(func: Any, reads: Sequence[tuple[Memory, float]], writes: Sequence[tuple[Memory, float] | None]) -> "Call":
+    def of(
+        func: Any,
+        reads: Sequence[tuple[Memory, float]],
+        writes: Sequence[tuple[Memory, float] | None],
+        phase: int = 0,
+    ) -> "Call":
         """The call of an operator on these operands. Some read no more of the first one than they write."""
         if is_picking(func) and reads:
             (memory, bytes_), *rest = reads
             reads = [(memory, min(bytes_, sum([out[1] for out in writes if out is not None]))), *rest]
-        return Call(is_fused(func), reads, writes)
+        return Call(is_fused(func), reads, writes, phase)
 
 
 @dataclass
@@ -129,10 +136,10 @@ class _Kernels:
             return k
 
         for touched in self.touched.values():
-            first: dict[int, int] = {}
+            first: dict[tuple[int, int], int] = {}
             for k, _ in (*touched.writers, *touched.readers):
                 if self.calls[k].fused:
-                    kernel[root(k)] = root(first.setdefault(self.depth[k], k))
+                    kernel[root(k)] = root(first.setdefault((self.depth[k], self.calls[k].phase), k))
         return [root(k) for k in range(len(kernel))]
 
     def shares(self) -> list[Share]:

@@ -1,10 +1,12 @@
 """Pinning: keeps the order that `schedule` gave to collectives and computations when Inductor compiles the graph."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from dtensor.comm.host_memory import from_host_start, to_host
 from dtensor.rules.attention_blocks import attend, attend_backward
 from dtensor.rules.families.attention import FUSED
 from dtensor.rules.grouped_rows import rows_by_group, rows_within_groups
@@ -41,7 +43,9 @@ class Pin(Pass):
 
     Inductor reorders independent nodes to hold less memory, and so waits for a collective right after its start.
     Long-running calls of library kernels, which Inductor does not fuse, anchor the order: the calls between a start and
-    its wait are made to depend on the start, and the wait on the last of them. Values stay the same.
+    its wait are made to depend on the start, and the wait on the last of them. So is a
+    copy to the host made before the next of them, and one from the host after the last one before it. Values stay the
+    same.
     """
 
     name = "pin"
@@ -67,9 +71,26 @@ class Pin(Pass):
                     later.setdefault(node, []).append(start)
                 later.setdefault(wait, []).append(between[-1])
                 pairs += 1
+        for node, long in _beside_host(nodes):
+            later.setdefault(node, []).append(long)
+            pairs += 1
         if pairs:
             ordered.after(graph, dict(sorted(later.items(), key=lambda item: place[item[0]])))
         return pairs
+
+
+def _beside_host(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What runs after what in order that tensors are on the host as long as the graph has them there: the next long
+    computation after a copy to it, and a copy from it after the last long computation before."""
+    last, put = None, list[fx.Node]()
+    for node in nodes:
+        if node.target is to_host:
+            put.append(node)
+        elif node.target is from_host_start and last is not None:
+            yield node, last
+        elif node.target in LONG:
+            yield from ((node, x) for x in put)
+            last, put = node, []
 
 
 __all__ = ["LONG", "Pin"]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from dtensor.job.groups import group_size
 from dtensor.prices import links
 from dtensor.prices.links import Network
+from dtensor.prices.machine import MACHINES, Machine
 
 Axes = tuple[int, ...]
 
@@ -29,10 +30,12 @@ class MeshGroups:
         names: pairs of axes and the name of this rank's group over them. The axes ascend, and the group numbers its
             ranks with the last axis varying fastest.
         network: sizes and links of the axes (`dtensor.prices.links`).
+        machine: what a rank computes with, if it was measured.
     """
 
     names: tuple[tuple[Axes, str], ...]
     network: Network
+    machine: Machine | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,11 @@ def seconds(op: str, size: float, group: str) -> float:
     return links.seconds(op, size, group_size(group))
 
 
+def machine(device: str) -> Machine:
+    """Return what a rank computes with: as measured for the first known mesh that was, or else the usual one."""
+    return next((mesh.machine for mesh in _meshes.get() if mesh.machine is not None), MACHINES[device])
+
+
 def link(group: str) -> links.Link:
     """Return the link of a group; the default one if none is known."""
     return next((mesh.network.link(axes) for mesh, (axes,) in _places(group)), links.DEFAULT)
@@ -151,6 +159,7 @@ __all__ = [
     "grows",
     "known",
     "link",
+    "machine",
     "product",
     "quotient",
     "seconds",

@@ -231,7 +231,7 @@ def _fits(bucket: list[_Start], windows: _Windows) -> bool:
 
 def _write(bucket: list[_Start], places: dict[fx.Node, int]) -> None:
     """Replace the starts and waits of `bucket` by one of each; `places` comes from `ir.gradients`."""
-    here, first = max([s.node for s in bucket]), bucket[0].node
+    here, first = min([s.node for s in bucket]), bucket[0].node
     join, part = LAYOUTS[bucket[0].op]
     n = group_size(str(first.args[-1]))
     lengths = [ir.value(s.x).numel() // (n if join is _rows else 1) for s in bucket]

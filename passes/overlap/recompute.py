@@ -1,13 +1,17 @@
 """Recomputing: the backward of a whole step computes values of the forward again, instead of holding them."""
 
+from collections.abc import Callable
+
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.mesh.provenance import PARAMETER
 from dtensor.torch_private.partitioning import saved_for_backward
 
-from ..graph import ir, steps
+from ..graph import ir
 from ..stages import INFERENCE, Compilation, Pass
+from .again import compute_again, is_repeatable
+from .fitting import applied, fitted, machine_of
 
 
 class Recompute(Pass):
@@ -38,61 +42,35 @@ class Recompute(Pass):
     stage = "divide"
     exactness = "bitwise"
 
+    def __init__(
+        self,
+        memory: int | None = None,
+        finished: Callable[[fx.Graph], fx.Graph] = lambda graph: graph,
+        fused: bool = False,
+    ) -> None:
+        self.memory, self.finished, self.fused = memory, finished, fused
+
     def taking(self, compilation: Compilation) -> Pass | None:
-        return self if compilation.graph == INFERENCE and not compilation.within else None
+        if compilation.graph != INFERENCE or compilation.within:
+            return None
+        return Recompute(compilation.memory, compilation.finished, compilation.inner == "inductor")
 
     def __call__(self, graph: fx.Graph) -> int:
         later = {node for node in graph.nodes if ir.in_backward(node)}
         if not later:
             return 0
+        if self.memory is not None:
+            policy = fitted(graph, later, self.memory, self.finished, fused=self.fused)
+            return applied(graph, later, policy, machine_of(graph))
         for node in graph.nodes:
-            if node not in later and not _is_repeatable(node):
+            if node not in later and not is_repeatable(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         parameters = {node for node in graph.find_nodes(op="placeholder") if node.meta.get(PARAMETER)}
         held = saved_for_backward(graph, later, parameters)
-        again = _Again(held, later)
-        for node in [n for n in graph.nodes if n in later]:
-            for given in node.all_input_nodes:
-                if again.is_due(given):
-                    steps.take(given)
-                    node.replace_input_with(given, again.computed(given, node))
+        count = compute_again(graph, later, held)
         for node in held:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # also where this pass runs again
-        for node in reversed(graph.nodes):
-            if not node.users and node not in later and _is_repeatable(node):
-                graph.erase_node(node)
-        return len(again.copies)
-
-
-class _Again:
-    """What the backward computes again."""
-
-    def __init__(self, held: set[fx.Node], later: set[fx.Node]) -> None:
-        self.held, self.later = held, later
-        self.copies: dict[fx.Node, fx.Node] = {}
-
-    def is_due(self, node: fx.Node) -> bool:
-        return node not in self.held and node not in self.later and _is_repeatable(node)
-
-    def computed(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        """The copy of `node`; one that is not there yet is inserted before `before`, with what it is computed from."""
-        todo = [node]
-        while todo:
-            top = todo[-1]
-            missing = [x for x in top.all_input_nodes if self.is_due(x) and x not in self.copies]
-            if missing:
-                todo.extend(missing)
-                continue
-            todo.pop()
-            if top not in self.copies:
-                with before.graph.inserting_before(before):
-                    self.copies[top] = before.graph.node_copy(top, lambda x: self.copies.get(x, x))
-                self.copies[top].meta = {**top.meta, "partitioner_tag": "is_backward"}
-        return self.copies[node]
-
-
-def _is_repeatable(node: fx.Node) -> bool:
-    return ir.is_pure(node) and bool(ir.tensors(node))
+        return count
 
 
 __all__ = ["Recompute"]

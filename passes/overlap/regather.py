@@ -62,7 +62,8 @@ class Regather(Pass):
         self.held: Any = held
 
     def taking(self, compilation: Compilation) -> Pass | None:
-        return Regather(compilation.memory_budget) if compilation.graph in (MARKED, INFERENCE) else None
+        decided = compilation.memory is not None  # with all else, by `recompute`
+        return Regather(compilation.memory_budget) if compilation.graph in (MARKED, INFERENCE) and not decided else None
 
     def __call__(self, graph: fx.Graph) -> int:
         found = [node for node in ir.calls(graph, "all_gather") if _is_open(node)]

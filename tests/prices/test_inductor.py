@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._inductor import config, metrics
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor.compile.estimates import estimate
+from dtensor.passes.graph import estimate
 
 x, y, w, b = torch.randn(512, 1024), torch.randn(512, 1024), torch.randn(1024, 1024), torch.randn(1024)
 table, rows = torch.randn(1000, 64), torch.arange(300) * 7 % 1000

@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils.flop_counter import FlopCounterMode
 
-from dtensor.compile.estimates import estimate
 from dtensor.parallel.search.recording import record
 from dtensor.parallel.search.repeats import steps_of
+from dtensor.passes.graph import estimate
 from dtensor.prices import operators
 
 aten = torch.ops.aten

@@ -47,7 +47,8 @@ def test_there_is_a_variable_for_each_option():
             "inner",
         )
     ]
-    assert {*environment.VARIABLES, "inner"} == {f.name for f in fields(Options)}
+    whole_steps = {"memory"}  # of `dtensor.compile.step`, which has no plain form
+    assert {*environment.VARIABLES, "inner"} == {f.name for f in fields(Options)} - whole_steps
     assert all(variable in str(environment.__doc__) for variable in environment.VARIABLES.values())
 
 

@@ -11,7 +11,6 @@ import torch
 import dtensor.compile
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from dtensor.comm.collectives import ops
-from dtensor.compile.estimates import estimate
 from dtensor.compile.estimates.timeline import timeline
 from dtensor.compile.estimates.traffic import sent, traffic
 from dtensor.compile.recording import frames
@@ -22,6 +21,7 @@ from dtensor.compile.reports.reading import Dumped, read
 from dtensor.compile.reports.summary import changed, most_exposed, seconds, summary, what, who
 from dtensor.mesh.mesh import facts
 from dtensor.parallel.fsdp.sharded_module import sharded_class
+from dtensor.passes.graph import estimate
 from dtensor.passes.graph.source import module, module_class, place, source
 from dtensor.prices.links import DEFAULT, terms
 from dtensor.torch_private.compiling import TRACE_LOG

@@ -7,9 +7,9 @@ from dtensor.parallel.search.choices import Choices
 from dtensor.parallel.search.recording import record
 from dtensor.parallel.search.repeats import steps_of
 from dtensor.parallel.search.solving.program import Program
-from dtensor.parallel.search.solving.solver import COST, Model
 from dtensor.prices.links import Network
 from dtensor.prices.machine import MACHINES
+from dtensor.prices.solver import COST, Model
 
 from .programs import FAST, MODELS, SLOW, made
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy
 
 from ....prices.links import Network, wire_bytes
+from ....prices.solver import INF
 from ..choices import Choices
 from ..regime import Regime, on_parts
 from ..states import Moves, State, first_start
 from ..steps import Step, Steps, Tensor, is_free
 from ..tape import Value
 from .pruning import Edge, Groups
-from .solver import INF
 from .tableau import Chosen, Tableau
 
 UNSAID = 1e-4

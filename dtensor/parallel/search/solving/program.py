@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy
 
+from ....prices.solver import COST, INF, Columns, Model, Rows
 from ..choices import Choices, Option, seconds_of_optimizer
 from ..regime import USUAL, Regime
 from ..states import State, fits, parts
@@ -30,7 +31,6 @@ from ..tape import BUFFER, CONSTANT, INPUT, PARAMETER
 from .flows import Flows, without
 from .following import following, leader_of
 from .pruning import Groups
-from .solver import COST, INF, Columns, Model, Rows
 from .tableau import Chosen, Tableau
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ....prices.solver import Columns, Rows
 from ..states import State
-from .solver import Columns, Rows
 
 Chosen: TypeAlias = dict[State, dict[int, float]]
 """For each state the variables of which one is 1 where a tensor is in it."""

@@ -5,6 +5,7 @@ Views are free, and of a part of a tensor only that part is read. The numbers ar
 show which communication has enough computation to overlap with.
 """
 
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -12,8 +13,6 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from dtensor.passes.graph import ir
-from dtensor.passes.graph.ordered import called
 from dtensor.prices import operators
 from dtensor.prices.calibrated import links_here, links_path
 from dtensor.prices.kernels import Call, Memory, Share, shares
@@ -21,7 +20,8 @@ from dtensor.prices.machine import MACHINES, Machine
 from dtensor.torch_private.core import tree_leaves
 from dtensor.torch_private.symbolic_sizes import hint
 
-from .traffic import bytes_of
+from . import ir
+from .ordered import called
 
 
 def seconds(graph: fx.Graph, machine: Machine) -> dict[fx.Node, float]:
@@ -61,8 +61,13 @@ def machine_of(graph: fx.Graph) -> Machine:
     return found or MACHINES[device]
 
 
-def moved(graph: fx.Graph) -> dict[fx.Node, Share]:
-    """Return what each call of a graph that is not free reads and writes, as its share of kernels."""
+def moved(graph: fx.Graph, *, apart: bool = False) -> dict[fx.Node, Share]:
+    """Return what each call of a graph that is not free reads and writes, as its share of kernels.
+
+    Args:
+        graph: the graph.
+        apart: whether no kernel is part of the forward and of the backward.
+    """
     memory: dict[fx.Node, Memory] = {}
     sizes: dict[Memory, float] = {}
     calls: dict[fx.Node, Call] = {}
@@ -87,7 +92,7 @@ def moved(graph: fx.Graph) -> dict[fx.Node, Share]:
             writes = [(key, float(bytes_of(x))) for key, x in _results(node, memory[node])]
             sizes |= {key: size for key, size in writes if key not in sizes}
             reads = [(memory[x], float(_bytes(x))) for x in given]
-            calls[node] = Call.of(target, reads, writes)
+            calls[node] = Call.of(target, reads, writes, int(apart and ir.in_backward(node)))
     return dict(zip(calls, shares(list(calls.values()), kept, sizes)))
 
 
@@ -97,6 +102,11 @@ def _results(node: fx.Node, memory: Memory) -> list[tuple[Memory, torch.Tensor]]
     if isinstance(val, torch.Tensor):
         return [(memory, val)]
     return [((node, k), x) for k, item in enumerate(val) for x in tree_leaves(item) if isinstance(x, torch.Tensor)]
+
+
+def bytes_of(x: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements; symbolic sizes count with their example values."""
+    return prod([hint(n) for n in x.shape]) * x.element_size()
 
 
 def _bytes(node: fx.Node) -> int:
@@ -122,4 +132,4 @@ def _plain(val: Any) -> Any:
     return hint(val) if isinstance(val, torch.SymInt) else val
 
 
-__all__ = ["flops", "flops_of", "is_free", "machine_of", "moved", "seconds"]
+__all__ = ["bytes_of", "flops", "flops_of", "is_free", "machine_of", "moved", "seconds"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtensor.parallel.search.solving.solver import INF, Columns, Model, Rows
+from dtensor.prices.solver import INF, Columns, Model, Rows
 
 
 def covering(costs, sets):

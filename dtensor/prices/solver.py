@@ -77,7 +77,9 @@ def highs() -> Any:
     try:
         import highspy
     except ImportError:
-        raise ImportError("layouts are decided by HiGHS, which is not installed; write: pip install highspy") from None
+        raise ImportError(
+            "whole graphs are decided by HiGHS, which is not installed; write: pip install highspy"
+        ) from None
     return highspy
 
 
@@ -139,7 +141,14 @@ class Model:
         return found
 
     def solve(
-        self, gap: float, limit: float, *, relaxed: bool = False, without: Any = None, start: Found | None = None
+        self,
+        gap: float,
+        limit: float,
+        *,
+        relaxed: bool = False,
+        without: Any = None,
+        start: Found | None = None,
+        most: int | None = None,
     ) -> Found | None:
         """Solve it; None if no solution is found.
 
@@ -149,6 +158,7 @@ class Model:
             relaxed: without integrality.
             without: for each variable whether it is zero; None if any may be more.
             start: a solution, below which it is to be; it saves the solver most of its own heuristics.
+            most: nodes of the search; unlike seconds, they are the same on all ranks.
         """
         kept = self.upper > 0
         if without is not None:
@@ -165,6 +175,8 @@ class Model:
             "solve_relaxation": relaxed,
             "solver": "simplex" if relaxed else "choose",
         }
+        if most is not None:
+            options["mip_max_nodes"] = most
         for name, value in options.items():
             solver.setOptionValue(name, value)
         solver.passModel(self._part(highspy, kept))
