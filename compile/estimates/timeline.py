@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from dtensor.comm.host_memory import to_host
 from dtensor.passes.graph import estimate, groups, ir
 from dtensor.passes.graph.ordered import called
 from dtensor.passes.graph.text import target_name
@@ -208,8 +209,8 @@ COPIES = (ir.aten.clone.default, ir.aten.cat.default, ir.aten._to_copy.default)
 
 
 def _bytes(node: fx.Node) -> int:
-    """Bytes that a node allocates; the output node allocates nothing."""
-    if node.op == "output":
+    """Bytes that a node allocates; the output node, and what is on the host, allocate nothing."""
+    if node.op == "output" or called(node)[0] is to_host:
         return 0
     return sum(map(estimate.bytes_of, ir.tensors(node)))
 

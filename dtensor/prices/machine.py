@@ -30,6 +30,7 @@ class Machine:
         efficiency: what part of the roofline's speed a model reaches.
         sending: bytes per second at which sending gradients takes all that other communication takes; 0.0: at any.
         host: bytes per second between the device and the host's memory; on a CPU, to and from a mapped file.
+        host_start: seconds that a copy to the host or from it takes at least.
     """
 
     flops: float
@@ -41,6 +42,7 @@ class Machine:
     efficiency: float = 1.0
     sending: float = 0.0
     host: float = 25e9
+    host_start: float = 1e-5
 
     def taken(self, link: Link, gradients: bool) -> float:
         """The part of the processor that communication over a link takes from computation."""
@@ -61,7 +63,9 @@ class Machine:
 
 
 MACHINES = {
-    "cpu": Machine(flops=50e9, half=50e9, memory=10e9, launch=1e-6, overlap=0.0, sending=1.3e9, host=2e9),
+    "cpu": Machine(
+        flops=50e9, half=50e9, memory=10e9, launch=1e-6, overlap=0.0, sending=1.3e9, host=1.6e9, host_start=7e-5
+    ),
     "cuda": Machine(flops=60e12, half=500e12, memory=2.5e12, launch=3e-6),
 }
 """Device type -> what one rank has: some cores of a server, or a current accelerator."""

@@ -43,9 +43,8 @@ class Pin(Pass):
 
     Inductor reorders independent nodes to hold less memory, and so waits for a collective right after its start.
     Long-running calls of library kernels, which Inductor does not fuse, anchor the order: the calls between a start and
-    its wait are made to depend on the start, and the wait on the last of them. So is a
-    copy to the host made before the next of them, and one from the host after the last one before it. Values stay the
-    same.
+    its wait are made to depend on the start, and the wait on the last of them. In the same way a copy to the host is
+    made before the next of them, and one from the host after the one before it. Values stay the same.
     """
 
     name = "pin"

@@ -280,7 +280,7 @@ class _Fitting:
                 if kind == "held":
                     cost += v.writing
                 elif kind == "away":
-                    cost += 2 * travel * alone + 2 * self.machine.launch
+                    cost += 2 * travel * alone + 2 * self.machine.host_start
                 elif v.call is v.node:
                     cost += v.seconds
                 if bytes_only:

@@ -36,6 +36,18 @@ class Recompute(Pass):
     (`dtensor.compile.step`) is one graph, in which the same minimum cut (`torch._functorch.partitioners`) says what is
     held. All else that the backward reads is computed again right before it is read first, by the same operators. What
     draws random numbers or has other effects is never computed again.
+
+    With a bound on memory, `dtensor.passes.overlap.fitting` says what is held, and what is put on the host instead:
+
+        %dropped: f32[64,64] = aten.mul(%mask, %x)                                  not to be drawn again
+        %to_host: f32[64,64] = dtensor.to_host(%dropped)
+        %from_host_start: f32[64,64] = dtensor.from_host_start(%to_host, cuda:0)    so early that it is there in time
+        %wait_tensor: f32[64,64] = _c10d_functional.wait_tensor(%from_host_start)   backward
+
+    Args:
+        memory: bytes that a rank may hold, inputs included; None for no bound.
+        finished: as in `dtensor.passes.Compilation`.
+        fused: whether a compiler fuses operators.
     """
 
     name = "recompute"

@@ -27,7 +27,8 @@ def test_what_is_fetched_is_what_was_put_there(name):
     kept = x.clone()
     x.zero_()
     y = c10d.wait_tensor(from_host_start(host, x.device))
-    assert torch.equal(y, kept) and torch.equal(host, kept)
+    assert torch.equal(y, kept)
+    assert torch.equal(host, kept)
     assert y.stride() == host.stride() == x.stride()
     with FakeTensorMode() as mode:
         fake = to_host(mode.from_tensor(x))
