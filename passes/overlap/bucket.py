@@ -51,7 +51,8 @@ class Bucket(Pass):
     Each rank finds its place in the buffer when the graph runs. Decisions use the sizes on the rank that sends most, so
     that all ranks decide the same. Collectives with symbolic sizes are left alone, and so is memory that is written to.
     Results that leave the graph are copied out of the buffer. Collectives of different microbatches are not merged,
-    since that would defeat the purpose of splitting the batch.
+    since that would defeat the purpose of splitting the batch. Nor, in a whole step, are those of the forward merged
+    with those of the backward, which gathers again what was not to be held in between.
 
     A ring splits the buffer at other places than it would split each tensor, so reductions may add in another order,
     hence `reassociates`.
@@ -122,7 +123,8 @@ def _read(node: fx.Node) -> _Start | None:
     fixed = groups.seconds(op, 0, group)
     per_byte = groups.seconds(op, 1, group) - fixed
     copied = groups.seconds("shard", size, group) - groups.seconds("shard", 0, group)
-    key = (node.target, info.op, info.reduce_op, val.dtype, node.meta.get(PART), *map(str, node.args[1:]))
+    kind = node.target, info.op, info.reduce_op, val.dtype, *map(str, node.args[1:])
+    key = (*kind, node.meta.get(PART), ir.in_backward(node))
     return _Start(node, wait, op, key, size, fixed, per_byte, 2 * copied)
 
 
@@ -231,7 +233,7 @@ def _fits(bucket: list[_Start], windows: _Windows) -> bool:
 
 def _write(bucket: list[_Start], places: dict[fx.Node, int]) -> None:
     """Replace the starts and waits of `bucket` by one of each; `places` comes from `ir.gradients`."""
-    here, first = min([s.node for s in bucket]), bucket[0].node
+    here, first = max([s.node for s in bucket]), bucket[0].node
     join, part = LAYOUTS[bucket[0].op]
     n = group_size(str(first.args[-1]))
     lengths = [ir.value(s.x).numel() // (n if join is _rows else 1) for s in bucket]
