@@ -26,6 +26,7 @@ from dtensor.errors import ArgumentError, UnsupportedError
 from dtensor.prices.machine import Machine
 from dtensor.prices.operators import is_fused
 from dtensor.prices.solver import COST, INF, Columns, Model, Rows
+from dtensor.program.stages import Stage
 
 from ..graph import estimate, groups, ir, sizes
 from ..graph.copying import copy_graph
@@ -233,27 +234,28 @@ class _Fitting:
         best: tuple[float, Policy] | None = None
         least = INF
         seen: set[Policy] = set()
-        for _ in range(ROUNDS):
-            found = self._solved(others, aim)
-            if found is None:
+        for k in range(ROUNDS):
+            with Stage(f"fitting into memory, round {k + 1}", inside=True):
+                found = self._solved(others, aim)
+                policy = None if found is None else self._policy(found[1])
+                peak, held = (0, {}) if policy is None or policy in seen else self._measured(policy)
+            if found is None or policy is None:
                 break
-            cost, chosen = found
-            policy = self._policy(chosen)
             if policy in seen:
                 if best is not None:
                     break
                 aim -= memory * CLOSE
                 continue
             seen.add(policy)
-            peak, held = self._measured(policy)
+            cost, chosen = found
             least = min(least, peak)
             if peak <= aim and (best is None or cost < best[0]):
                 best = cost, policy
             if peak <= aim and (not others or peak >= aim - memory * CLOSE):
                 break
-            worst = max(held, key=lambda k: (held[k], -k))
-            for k in dict.fromkeys([*others, worst]):
-                others[k] = held.get(k, 0) - sum([v.bytes for v in self._there(chosen, k)])
+            worst = max(held, key=lambda at: (held[at], -at))
+            for at in dict.fromkeys([*others, worst]):
+                others[at] = held.get(at, 0) - sum([v.bytes for v in self._there(chosen, at)])
         if best is None:
             raise self._refused(memory, least)
         return best[1]
