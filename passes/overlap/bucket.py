@@ -48,6 +48,9 @@ class Bucket(Pass):
     starts. Large buckets do not wait for collectives that are ready later, even if no result is needed sooner, as with
     gradients.
 
+    A bucket stands where its first member stood, or as soon after it as all members can start, so that what needs
+    nothing of it does not move before what does.
+
     Each rank finds its place in the buffer when the graph runs. Decisions use the sizes on the rank that sends most, so
     that all ranks decide the same. Collectives with symbolic sizes are left alone, and so is memory that is written to.
     Results that leave the graph are copied out of the buffer. Collectives of different microbatches are not merged,
@@ -233,7 +236,7 @@ def _fits(bucket: list[_Start], windows: _Windows) -> bool:
 
 def _write(bucket: list[_Start], places: dict[fx.Node, int]) -> None:
     """Replace the starts and waits of `bucket` by one of each; `places` comes from `ir.gradients`."""
-    here, first = max([s.node for s in bucket]), bucket[0].node
+    here, first = min([s.node for s in bucket]), bucket[0].node
     join, part = LAYOUTS[bucket[0].op]
     n = group_size(str(first.args[-1]))
     lengths = [ir.value(s.x).numel() // (n if join is _rows else 1) for s in bucket]

@@ -47,6 +47,9 @@ GAP, SECONDS, NODES = 1e-3, 600.0, 400
 """How far from the best a solution may be, and where the search for a better one ends. Nodes end it, as they are the
 same on all ranks."""
 
+PRICES, STEPS = (1e-12, 1e-6), 8
+"""Seconds per byte held between which a price is looked for, and how often: at the last everything is put away."""
+
 DEAR = 100.0
 """How many times as much as all else it costs to take twice the memory."""
 
@@ -229,10 +232,22 @@ class _Fitting:
 
     def within(self, memory: int) -> Policy:
         """The policy, as `fitted`."""
-        aim = memory * (1 - MARGIN if self.fused else 1.0)
+        most = memory * (1 - MARGIN if self.fused else 1.0)
+        best = self._by_places(most) or self._by_price(most)
+        if isinstance(best, Policy):
+            return best
+        given = sum([sizes.nbytes(node) for node in self.nodes if node.op == "placeholder"])
+        raise ArgumentError(
+            f"a step of at most memory={memory:,} bytes was not found; the smallest that was takes {best:,}, {given:,} "
+            "of these for parameters, states of optimizers and inputs. Give it as much, cut parameters over more "
+            "ranks, or take a smaller batch"
+        )
+
+    def _by_places(self, most: float) -> Policy | None:
+        """The cheapest policy found by constraints on the places where the peak has been; None if none fits."""
+        aim = most
         others: dict[int, float] = {}
         best: tuple[float, Policy] | None = None
-        least = INF
         seen: set[Policy] = set()
         for k in range(ROUNDS):
             with Stage(f"fitting into memory, round {k + 1}", inside=True):
@@ -244,31 +259,50 @@ class _Fitting:
             if policy in seen:
                 if best is not None:
                     break
-                aim -= memory * CLOSE
+                aim -= most * CLOSE
                 continue
             seen.add(policy)
             cost, chosen = found
-            least = min(least, peak)
-            if peak <= aim and (best is None or cost < best[0]):
+            if peak <= most and (best is None or cost < best[0]):
                 best = cost, policy
-            if peak <= aim and (not others or peak >= aim - memory * CLOSE):
+            if peak <= most and (not others or peak >= most * (1 - CLOSE)):
                 break
             worst = max(held, key=lambda at: (held[at], -at))
             for at in dict.fromkeys([*others, worst]):
                 others[at] = held.get(at, 0) - sum([v.bytes for v in self._there(chosen, at)])
-        if best is None:
-            raise self._refused(memory, least)
-        return best[1]
+        return None if best is None else best[1]
+
+    def _by_price(self, most: float) -> Policy | int:
+        """A policy that fits, as bytes that are held cost no more than it takes; or the least bytes, if none does.
+
+        Where peaks are many, those of constraints on some of them give way to others.
+        """
+        low, high = PRICES
+        found, least = None, 0
+        for k in range(STEPS):
+            price = high if k == 0 else (low * high) ** 0.5
+            with Stage(f"fitting into memory by price, round {k + 1}", inside=True):
+                solved = self._solved({}, most, price=price)
+                policy = Policy(frozenset()) if solved is None else self._policy(solved[1])
+                peak, _ = self._measured(policy)
+            if peak <= most:
+                found, high = policy, price
+            elif k == 0:
+                least = peak
+                break
+            else:
+                low = price
+        return least if found is None else found
 
     def _solved(
-        self, others: dict[int, float], memory: float, *, bytes_only: bool = False
+        self, others: dict[int, float], memory: float, *, price: float = 0.0
     ) -> tuple[float, dict[_Value, str]] | None:
         """The cheapest way for each value that is needed, and what all of them cost.
 
         Args:
             others: place -> bytes there besides those that are decided.
             memory: what may be there in all; more is taken only if there is no other way.
-            bytes_only: the fewest bytes are held, whatever it takes.
+            price: seconds that each byte costs that is held, and a thousand that are there only later.
         """
         columns, constraints = Columns(), Rows()
         which: dict[tuple[_Value, str], int] = {}
@@ -278,21 +312,19 @@ class _Fitting:
         for v in self._in_order():
             travel = v.bytes / self.machine.host
             for kind in v.kinds:
-                cost = v.bytes * 1e-18  # of equals the one that holds less
+                cost = v.bytes * (1e-18 + (1.0 if kind == "held" else 1e-3) * price)  # of equals one that holds less
                 if kind == "held":
                     cost += v.writing
                 elif kind == "away":
                     cost += 2 * travel * alone + 2 * self.machine.host_start
                 elif v.call is v.node:
                     cost += v.seconds
-                if bytes_only:
-                    cost = v.bytes if kind == "held" else v.bytes * 1e-3
                 which[v, kind] = columns.add(cost, integer=True)
                 if kind == "away":
                     traffic[which[v, kind]] = travel
                 if kind == "again" and v.call is not v.node:
                     if v.call not in calls:
-                        calls[v.call] = columns.add(0.0 if bytes_only else v.seconds)
+                        calls[v.call] = columns.add(v.seconds)
                     constraints.add({calls[v.call]: 1.0, which[v, kind]: -1.0}, 0.0, INF)
         for v in self.values.values():
             ways = {which[v, kind]: 1.0 for kind in v.kinds}
@@ -302,7 +334,7 @@ class _Fitting:
                     terms = {which[x, kind]: 1.0 for kind in x.kinds}
                     constraints.add({**terms, which[v, "again"]: -1.0}, 0.0, INF)
         whole = sum(columns.cost) or 1.0
-        if traffic and not bytes_only:
+        if traffic:
             # What travels longer than the forward, or the backward, computes is waited for.
             forward, backward = self._computing()
             late = columns.add(1.0, upper=1e6)
@@ -391,18 +423,6 @@ class _Fitting:
             at = known.get(node.name, at)
             found[at] = max(found.get(at, 0), after.given + held)
         return after.peak, found
-
-    def _refused(self, memory: int, least: float) -> ArgumentError:
-        """The error where no policy was found, of which the smallest that was tried takes `least`."""
-        found = self._solved({}, INF, bytes_only=True)
-        if found is not None:
-            least = min(least, self._measured(self._policy(found[1]))[0])
-        given = sum([sizes.nbytes(node) for node in self.nodes if node.op == "placeholder"])
-        return ArgumentError(
-            f"a step of at most memory={memory:,} bytes was not found; the smallest that was takes {round(least):,}, "
-            f"{given:,} of these for parameters, states of optimizers and inputs. Give it as much, cut parameters over "
-            "more ranks, or take a smaller batch"
-        )
 
 
 Known = int | bool

@@ -327,3 +327,17 @@ def test_what_the_backward_gathers_again_travels_for_itself(bench):
         node.meta["partitioner_tag"] = "is_backward"
     assert bench.keeps(Bucket(), gm)
     assert bench.apply(Bucket(), lowered(bench, f, (8, 8), (4, 8), (4, 8))) == 1
+
+
+def test_a_bucket_stands_where_its_first_member_stood(bench):
+    """Otherwise what needs nothing of it moved before what does, and was held longer."""
+
+    def f(x, w, late):
+        a = x @ ops.all_gather(w, 0, 8, bench.tp)
+        again = x.exp()
+        return a, again @ ops.all_gather(late, 0, 8, bench.tp)
+
+    gm = lowered(bench, f, (8, 8), (4, 8), (4, 8))
+    assert bench.apply(Bucket(), gm) == 1
+    place = {node.name: k for k, node in enumerate(gm.graph.nodes)}
+    assert place["mm"] < place["exp"]
