@@ -39,7 +39,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -566,7 +566,8 @@ def failure_told(doing: str, *, unless: type[Exception] | tuple[Any, ...] = ()) 
         yield
     except Exception as error:
         if not isinstance(error, (AgreementError, unless)) and (here := job()) is not None:
-            here.failed(f"rank {here.rank} failed while it {doing}: {type(error).__name__}: {error}")
+            with suppress(RuntimeError):  # of a store that is gone, or of ranks that do not exist: nobody is to be told
+                here.failed(f"rank {here.rank} failed while it {doing}: {type(error).__name__}: {error}")
         raise
 
 
