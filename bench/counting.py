@@ -125,9 +125,8 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 def _own(output: torch.Tensor, given: torch.Tensor) -> None:
     """Copy `given` to `output`, or as much as fits; what is longer is filled with copies of it."""
     flat = _flat(given)
-    if output.numel() > flat.shape[0] > 0:
-        flat = flat.repeat(-(-output.numel() // flat.shape[0]))
-    _flat(output).copy_(flat[: output.numel()])
+    for piece in _flat(output).split(flat.shape[0]) if flat.shape[0] else ():
+        piece.copy_(flat[: piece.shape[0]])
 
 
 class CountingGroup(dist.ProcessGroup):

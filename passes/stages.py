@@ -59,6 +59,7 @@ class Compilation:
         passes: names of the passes that were chosen.
         memory_budget: the option of that name: bytes of gathered tensors that may be saved for the backward, or None.
         memory: the option of that name: bytes that a rank may hold in a whole step, or None.
+        spare: bytes of these that are left to what the inner compiler makes of the graph.
         split_batch: the option of that name: the number of microbatches.
         agreement: whether ranks compare what a graph communicates before it first runs.
         within: whether it is the graph of a branch or of a loop body in another graph.
@@ -76,6 +77,7 @@ class Compilation:
     passes: frozenset[str] = frozenset()
     memory_budget: int | None = None
     memory: int | None = None
+    spare: int = 0
     split_batch: int = 1
     agreement: bool = True
     within: bool = False

@@ -32,13 +32,14 @@ from dtensor.torch_private.compiling import (
     traced_again_if_settled,
 )
 from dtensor.torch_private.partitioning import min_cut_partition
+from dtensor.torch_private.peak_memory import Bound, HeldMore, bounded
 from dtensor.torch_private.training.whole_steps import decompositions, inductor_options
 
 from ..recording.watch_compiles import dumped
 from .alternatives import price_alternatives
 from .inductor import STAGES, Partition
 from .options import Options
-from .run_passes import branches, optimise, partitioned, simplify_joint
+from .run_passes import branches, optimise, partitioned, simplify_joint, sparing
 
 
 def backend(
@@ -98,10 +99,42 @@ def _compiled(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Calla
         return gm.forward
     try:
         with traced_again_if_settled():
-            compiled = _traced(gm, example_inputs, chosen)
+            compiled = _within_memory(gm, example_inputs, chosen)
     except SizesSettled:
-        compiled = _traced(gm, example_inputs, chosen)
+        compiled = _within_memory(gm, example_inputs, chosen)
     return as_returned(compiled, _views_returned(gm))
+
+
+TURNS = 6
+"""How often at most a step is compiled until its kernels hold what they may."""
+
+
+def _within_memory(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Callable[..., Any]:
+    """Compile, again as long as the kernels of a compiler hold more than the graph that it was given."""
+    if chosen.memory is None or chosen.inner != "inductor":
+        return _traced(gm, example_inputs, chosen)
+    # What is left to the kernels: with `low` they held more than they may, with `high` no graph was found.
+    spare, low, high = 0, 0, None
+    least: int | None = None
+    for _ in range(TURNS):
+        bound = Bound(chosen.memory)
+        try:
+            with bounded(bound), sparing(spare):
+                return _traced(gm, example_inputs, chosen)
+        except HeldMore as error:
+            held = bound.given + error.bytes
+            least, low = held if least is None else min(held, least), spare
+            spare = low + held - chosen.memory
+        except ArgumentError:
+            if least is None:
+                raise
+            high = spare
+        if high is not None and spare >= high:
+            spare = (low + high) // 2
+    raise ArgumentError(
+        f"a step of at most memory={chosen.memory:,} bytes was not found; with kernels of Inductor the smallest that "
+        f"was takes {least:,}. Give it as much, cut parameters over more ranks, or take a smaller batch"
+    )
 
 
 Views = list[tuple[list[int], list[int], list[int]]]

@@ -14,8 +14,9 @@ from dtensor.comm.start_collectives import OVER_GLOO, permute
 from dtensor.dispatch import registration, strictness
 from dtensor.mesh.local_sizes import local_lengths
 from dtensor.mesh.mesh import is_for_any_rank
-from dtensor.mesh.provenance import keeps_specs
+from dtensor.mesh.provenance import AGAIN, keeps_specs
 from dtensor.parallel.decisions.deciding import fingerprint as decided_by
+from dtensor.passes.graph import ir, sizes
 from dtensor.torch_private.compiling import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
@@ -28,7 +29,7 @@ from dtensor.torch_private.compiling import (
 from dtensor.torch_private.core import process_groups
 from dtensor.torch_private.kernels.libraries import rebuild_damaged
 from dtensor.torch_private.partitioning import all_symbols_saved, min_cut_partition
-from dtensor.torch_private.peak_memory import estimate_memory_as_generated
+from dtensor.torch_private.peak_memory import current_bound, estimate_memory_as_generated, keep_apart
 
 from ..estimates.meshes import mesh_groups, mesh_kinds
 from .alternatives import price_alternatives
@@ -59,7 +60,17 @@ class Passes(JointPasses):
             lower_as_collective(start)
         sizes_defined_by(torch.ops.dtensor.local_length.default, local_lengths)
         estimate_memory_as_generated()
+        keep_apart(_when, frozenset(("again", "early")))
+        bound = current_bound()
+        if bound is not None and not is_within():
+            bound.given = sum([sizes.nbytes(x) for x in graph.find_nodes(op="placeholder")])
         optimise(graph, self.options, inference=is_inference, within=is_within())
+
+
+def _when(node: fx.Node) -> str | None:
+    """When a whole step computes a node: "early", or "again" what it has computed early. Both in one kernel would be
+    early, and held from there on."""
+    return "again" if AGAIN in node.meta else None if ir.in_backward(node) else "early"
 
 
 def record_only(graph: fx.Graph, is_inference: bool) -> None:

@@ -9,6 +9,8 @@ graph.
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,19 @@ def mark_parameters(graph: fx.Graph, static: Sequence[int]) -> None:
         node.meta[PARAMETER] = True
 
 
+_spare: ContextVar[int] = ContextVar("spare", default=0)
+
+
+@contextmanager
+def sparing(bytes: int) -> Iterator[None]:
+    """Context in which so much of the memory that a step may hold is left to what a compiler makes of its graph."""
+    token = _spare.set(bytes)
+    try:
+        yield
+    finally:
+        _spare.reset(token)
+
+
 def compilation_of(options: Options, kind: str, frame: Frame, within: bool = False) -> Compilation:
     """Return what passes may take when a graph of that kind is compiled."""
     return Compilation(
@@ -137,6 +152,7 @@ def compilation_of(options: Options, kind: str, frame: Frame, within: bool = Fal
         frozenset([p.name for p in options.chosen()]),
         options.memory_budget,
         options.memory,
+        _spare.get(),
         options.split_batch,
         options.agreement,
         within,

@@ -102,6 +102,9 @@ PARAMETER = Note[bool]("dtensor_parameter", Travels.WITH_THE_PLACE, "truth")
 PART = Note[int]("dtensor_part", Travels.WITH_THE_PLACE, "value")
 """On the nodes that run on one microbatch: which one; by `split_batch`."""
 
+AGAIN = Note[bool]("dtensor_again", Travels.WITH_THE_PLACE, "truth")
+"""In a whole step, on the nodes of the backward that compute a value of the forward again."""
+
 RECORD = Note[Any]("dtensor_collective", Travels.NEVER, "value")
 """On a start: the `CollectiveInfo` of the operator that `lower` lowered."""
 

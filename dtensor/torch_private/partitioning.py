@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,6 +76,14 @@ def saved_for_backward(
         nearest = min([user.dist_from_bw + 1 for user in node.users], default=int(1e9))
         node.dist_from_bw = 0 if node in later else int(1e9) if node.op == "output" else min(nearest, int(1e9))
     return set(partitioners.choose_saved_values_set(graph, found, memory_budget=1))
+
+
+def hold_between_regions(graph: torch.fx.Graph) -> None:
+    """Mark as to be saved what one region of activation checkpointing hands on to the next; otherwise to compute the
+    last region again would mean to compute all of them again."""
+    from torch._functorch import partitioners
+
+    partitioners.cleanup_recompute_tags(SimpleNamespace(graph=graph), is_default_partition=False)  # pyright: ignore[reportArgumentType]
 
 
 @contextlib.contextmanager
@@ -201,4 +210,11 @@ def _states_among_tensors(forward: torch.fx.GraphModule, backward: torch.fx.Grap
     backward.recompile()
 
 
-__all__ = ["all_symbols_saved", "min_cut_partition", "saved_for_backward", "tag_backward", "weigh_by"]
+__all__ = [
+    "all_symbols_saved",
+    "hold_between_regions",
+    "min_cut_partition",
+    "saved_for_backward",
+    "tag_backward",
+    "weigh_by",
+]

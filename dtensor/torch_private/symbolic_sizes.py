@@ -158,6 +158,11 @@ def has_hint(size: Any) -> bool:
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
 
 
+def guard_at_most_example(size: torch.SymInt) -> None:
+    """Guard that a size is at most its example value; the program is traced again for a larger one."""
+    bool(size <= hint(size))
+
+
 def replace_size(size: torch.SymInt, value: int | torch.SymInt) -> None:
     """Make a trace write `value`, which is equal, in place of `size`, and use its example value.
 
@@ -522,6 +527,7 @@ __all__ = [
     "differ",
     "evaluated",
     "free_symbols",
+    "guard_at_most_example",
     "guards_hold",
     "guards_on",
     "guards_written_by",

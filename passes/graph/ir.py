@@ -220,10 +220,15 @@ def inside(mode: FakeTensorMode | None) -> Iterator[None]:
 
 def propagate(node: fx.Node) -> Any:
     """Compute the value of a call from the values of its arguments."""
-    if node.target is operator.getitem and not isinstance(value(node.args[0]), torch.Tensor):  # pyright: ignore
+    if is_result(node):
         return evaluated(node)
     with inside(fake_mode(node)):
         return evaluated(node)
+
+
+def is_result(node: fx.Node) -> bool:
+    """Whether a node takes one of several results out of a call."""
+    return node.target is operator.getitem and not isinstance(value(node.args[0]), torch.Tensor)  # pyright: ignore
 
 
 def evaluated(node: fx.Node) -> Any:

@@ -1,7 +1,11 @@
-"""Which bytes a graph holds when: each tensor from the call that makes it to the last that reads it or a view of it."""
+"""Which bytes a graph holds when: each tensor from the call that makes it to the last that reads it or a view of it.
+
+A call makes all of its results at once, and they are held together until the last of them is taken out.
+"""
 
 from collections.abc import Sequence
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +30,9 @@ class Lifetimes:
     Attributes:
         nodes: the nodes, in order.
         memory: node -> the node that made its memory.
-        bytes: node -> bytes that it allocates. Inputs, and what is on the host, allocate none.
+        bytes: node -> bytes that it has allocated; one that takes a result out has those of the result, its call those
+            of results that nobody takes. Inputs, and what is on the host, have none.
+        results: call -> the nodes that take its results out.
         last: node that made memory -> the place of the last node that reads it; the number of nodes if it is returned.
         held: for each place the bytes of tensors that the graph has made, while the node there runs.
         given: bytes of the inputs.
@@ -41,6 +47,10 @@ class Lifetimes:
         self.bytes: dict[fx.Node, int] = {
             node: 0 if node in unwritten or self.memory[node] is not node else _made(node) for node in self.nodes
         }
+        self.results: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.nodes:
+            if ir.is_result(node) and self.memory[node] is node:
+                self.results.setdefault(node.all_input_nodes[0], []).append(node)
         self.given: int = sum([sizes.nbytes(node) for node in self.nodes if node.op in ("placeholder", "get_attr")])
         self.last: dict[fx.Node, int] = self._last_reads(unwritten)
         self.held: list[int] = self._profile(self._calls() if fused else range(len(self.nodes)))
@@ -59,6 +69,10 @@ class Lifetimes:
             last[own] = max(k, last.get(own, k))
             for x in node.all_input_nodes:
                 last[self.memory[x]] = max(read, last.get(self.memory[x], read))
+        for call, results in self.results.items():
+            taken = last[call]
+            for x in results:
+                last[x] = max(taken, last[x])
         return last
 
     def _calls(self) -> Sequence[int]:
@@ -76,7 +90,7 @@ class Lifetimes:
         found: list[int] = []
         now = 0
         for k, node in enumerate(self.nodes):
-            now += self.bytes[node]
+            now += 0 if ir.is_result(node) else sum([self.bytes[x] for x in (node, *self.results.get(node, ()))])
             found.append(now)
             now -= sum([self.bytes[x] for x in dies.get(k, ())])
         return found
@@ -101,21 +115,34 @@ def _is_generated(node: fx.Node) -> bool:
 
 
 def _made(node: fx.Node) -> int:
-    """Bytes that a node allocates. Those of several results count where they are taken out."""
-    if node.op != "call_function" or not isinstance(ir.value(node), torch.Tensor) or called(node)[0] is to_host:
+    """Bytes that a node has allocated, as `Lifetimes.bytes`."""
+    if node.op != "call_function" or called(node)[0] is to_host:
         return 0
-    return sizes.nbytes(node)
+    if isinstance(ir.value(node), torch.Tensor):
+        return sizes.nbytes(node)
+    results: Any = ir.value(node) if isinstance(ir.value(node), (tuple, list)) else ()
+    taken = {user.args[1] for user in node.users}
+    left = [x for k, x in enumerate(results) if k not in taken and isinstance(x, torch.Tensor)]
+    return sum(map(estimate.bytes_of, left))
 
 
 def _unwritten(graph: fx.Graph) -> set[fx.Node]:
-    """What is computed within a kernel and never written; a copy is made again by each kernel that reads it."""
+    """What is computed within a kernel and never written; a copy is made again by each kernel that reads it.
+
+    A reduction is written, as its operand would have to wait for what reads it.
+    """
     found = {
         node
         for node, share in estimate.moved(graph, apart=True).items()
-        if is_fused(called(node)[0]) and not any(share.written) and not ir.mutates(node)
+        if is_fused(called(node)[0]) and not any(share.written) and not ir.mutates(node) and not _reduces(node)
     }
     copies = graph.find_nodes(op="call_function", target=ir.aten.clone.default)
     return found | {node for node in copies if all(is_fused(called(x)[0]) for x in _readers(node))}
+
+
+def _reduces(node: fx.Node) -> bool:
+    """Whether a node is smaller than what it reads."""
+    return any(estimate.bytes_of(x) > sizes.nbytes(node) for given in node.all_input_nodes for x in ir.tensors(given))
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

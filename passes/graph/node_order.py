@@ -75,8 +75,9 @@ def _targets(node: fx.Node) -> list[fx.Node]:
 
 
 def rearrange(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
-    """Put all nodes of `graph` in the given order."""
-    nodes = list(order)
+    """Put all nodes of `graph` in the given order; but one of several results comes right after its call, as all of
+    them are held until the last is taken out."""
+    nodes = [x for node in order if not ir.is_result(node) for x in _with_results(node)]
     assert len(nodes) == len(graph.nodes), "an order contains each node once"
     place = next(iter(graph.nodes), None)
     for node in nodes:
@@ -85,6 +86,14 @@ def rearrange(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
         elif place is not None:
             steps.take(node)
             place.prepend(node)
+
+
+def _with_results(node: fx.Node) -> Iterable[fx.Node]:
+    """A node, and the nodes that take its results out."""
+    yield node
+    for user in node.users:
+        if ir.is_result(user):
+            yield from _with_results(user)
 
 
 def sort(graph: fx.Graph, before: Before) -> None:

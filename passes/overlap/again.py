@@ -1,10 +1,12 @@
 """What a backward computes again, or fetches from the host, instead of finding it in memory."""
 
 from collections.abc import Collection
+from operator import getitem
 
 from torch import fx
 
 from dtensor.comm.host_memory import from_host_start, to_host
+from dtensor.mesh.provenance import AGAIN
 from dtensor.prices.machine import Machine
 
 from ..graph import estimate, ir, steps
@@ -71,11 +73,13 @@ class _Again:
             start = ir.insert(before, from_host_start, (host, ir.value(node).device), like=node)
             new = [start, ir.insert(before, ir.WAIT, (start,), like=node)]
         else:
-            with before.graph.inserting_before(before):
+            # One of several results is taken out right after its call: all of them are held until the last is.
+            call = self.copies.get(node.all_input_nodes[0]) if node.target is getitem else None
+            with before.graph.inserting_before(before if call is None else call.next):
                 new = [before.graph.node_copy(node, lambda x: self.copies.get(x, x))]
             new[0].meta = dict(node.meta)
         for x in new:
-            x.meta["partitioner_tag"] = "is_backward"
+            x.meta.update({"partitioner_tag": "is_backward", AGAIN: True})
         self.count += len(new)
         return new[-1]
 

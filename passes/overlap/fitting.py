@@ -12,36 +12,29 @@ the graph's.)
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from operator import getitem
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
-from dtensor.comm.collectives import KEPT
-from dtensor.comm.host_memory import to_host
 from dtensor.errors import ArgumentError, UnsupportedError
 from dtensor.prices.machine import Machine
-from dtensor.prices.operators import is_fused
 from dtensor.prices.solver import COST, INF, Columns, Model, Rows
 from dtensor.program.stages import Stage
+from dtensor.torch_private.symbolic_sizes import guard_at_most_example, has_hint
 
-from ..graph import estimate, groups, ir, sizes
+from ..graph import estimate, ir, sizes
 from ..graph.copying import copy_graph
-from ..graph.lifetimes import Lifetimes, is_view
+from ..graph.lifetimes import Lifetimes
 from ..graph.source import place
-from .again import compute_again, fetch_early, is_repeatable
+from .again import compute_again, fetch_early
+from .needed import Value, machine_of, needed_values
 
 ROUNDS = 24
 """How often the program is solved at most."""
 
 CLOSE = 0.01
 """A peak that is lower than it may be by at most this fraction of the memory is close enough."""
-
-MARGIN = 0.015
-"""The fraction of the memory that is left free where a compiler fuses operators, which may write more than was said."""
 
 GAP, SECONDS, NODES = 1e-3, 600.0, 400
 """How far from the best a solution may be, and where the search for a better one ends. Nodes end it, as they are the
@@ -52,9 +45,6 @@ PRICES, STEPS = (1e-12, 1e-6), 8
 
 DEAR = 100.0
 """How many times as much as all else it costs to take twice the memory."""
-
-LEAST = 4096
-"""Bytes of values that are worth a copy to the host."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +68,7 @@ def fitted(
     *,
     fused: bool,
     host: bool = True,
+    spare: int = 0,
 ) -> Policy:
     """The policy that takes the least seconds of those with which a rank never holds more than `memory`.
 
@@ -88,10 +79,12 @@ def fitted(
         finished: makes of a graph the one that runs.
         fused: whether a compiler fuses operators.
         host: whether values may be put on the host.
+        spare: bytes of the memory that are left free.
 
     Raises:
         ValueError: no such policy was found; the message has the bytes that the smallest takes.
-        NotImplementedError: ranks have shards of other sizes, and so other graphs, by which each would decide alone.
+        NotImplementedError: ranks have shards of other sizes, and so other graphs, by which each would decide alone; or
+            a size depends on data.
     """
     uneven = next((node for node in graph.nodes if not sizes.is_even(node)), None)
     if uneven is not None:
@@ -100,40 +93,23 @@ def fitted(
             f"differ in size, as those of {place(uneven) or 'a parameter or input'} do; make what is cut a multiple of "
             "the ranks (pad a vocabulary, for instance), or leave memory= out"
         )
-    return _Fitting(graph, later, finished, fused, host).within(memory)
+    found = _Fitting(graph, later, finished, fused, host).within(memory, spare)
+    _hold_sizes(graph, memory)
+    return found
 
 
-@dataclass(eq=False)
-class _Value:
-    """A value of the forward that the backward may need: one tensor, with its views.
-
-    Attributes:
-        node: makes its memory.
-        call: the call that computes it, of which it may be one of several results.
-        place: of the node.
-        bytes: on the rank that has most of it.
-        reads: places in the backward that read it.
-        last: place of the last node of the forward that reads it.
-        made_of: values of which it is computed.
-        kinds: the ways in which it may be there: "held", "away", "again".
-        makes: values that are computed of it.
-        seconds: that it takes to compute it again.
-        writing: seconds that it takes to hold it, if it is written for that alone.
-        unwritten: whether it is computed where it is read, and never written, if it is not held.
-    """
-
-    node: fx.Node
-    call: fx.Node
-    place: int
-    bytes: int
-    reads: list[int] = field(default_factory=list[int])
-    last: int = 0
-    made_of: list["_Value"] = field(default_factory=list["_Value"])
-    kinds: tuple[str, ...] = ()
-    makes: list["_Value"] = field(default_factory=list["_Value"])
-    seconds: float = 0.0
-    writing: float = 0.0
-    unwritten: bool = False
+def _hold_sizes(graph: fx.Graph, memory: int) -> None:
+    """Let larger inputs be compiled anew, as with them a step would hold more than was counted."""
+    for node in graph.nodes:
+        sizes_ = [n for x in ir.tensors(node) for n in x.shape] + [ir.value(node)]
+        for size in [n for n in sizes_ if isinstance(n, torch.SymInt)]:
+            if not has_hint(size):
+                raise UnsupportedError(
+                    f"memory={memory:,}: what a step holds is not known before it runs, as {place(node) or node.name} "
+                    "has a size that depends on data; give it a fixed size, or leave memory= out"
+                )
+            if node.op == "placeholder":
+                guard_at_most_example(size)
 
 
 class _Fitting:
@@ -149,98 +125,21 @@ class _Fitting:
         self.nodes = list(graph.nodes)
         self.place = {node: k for k, node in enumerate(self.nodes)}
         self.machine = machine_of(graph)
-        self.home: dict[fx.Node, fx.Node] = {}
-        for node in self.nodes:
-            self.home[node] = self.home[node.all_input_nodes[0]] if is_view(node) else node
-        self.values: dict[fx.Node, _Value] = {}
-        self._find()
-        self._price(host)
+        self.values = needed_values(graph, self.later, self.machine, fused=fused, host=host)
+        self.least: int | None = None
 
-    # What there is to decide.
-
-    def _find(self) -> None:
-        returned = {self.home[x] for node in self.nodes if node.op == "output" for x in node.all_input_nodes}
-        todo: list[_Value] = []
-        for node in self.nodes:
-            for x in node.all_input_nodes:
-                home = self.home[x]
-                if node in self.later and self._is_open(home, returned):
-                    value = self._value(home, todo)
-                    value.reads.append(self.place[node])
-        while todo:
-            value = todo.pop()
-            for home in dict.fromkeys([self.home[x] for x in value.call.all_input_nodes]):
-                if self._is_open(home, returned):
-                    value.made_of.append(self._value(home, todo))
-        for node in self.nodes:
-            for x in node.all_input_nodes:
-                value = self.values.get(self.home[x])
-                if value is not None and node not in self.later:
-                    value.last = max(value.last, self.place[node])
-        for value in self.values.values():
-            for x in value.made_of:
-                x.makes.append(value)
-
-    def _is_open(self, home: fx.Node, returned: Collection[fx.Node]) -> bool:
-        """Whether it is to be decided where the backward has a value from."""
-        made = home.op == "call_function" and home not in self.later and home not in returned
-        made = made and home.target is not to_host
-        return made and isinstance(ir.value(home), torch.Tensor)
-
-    def _value(self, node: fx.Node, todo: list[_Value]) -> _Value:
-        if node not in self.values:
-            call = node.all_input_nodes[0] if node.target is getitem else node
-            self.values[node] = _Value(node, call, self.place[node], sizes.nbytes(node), last=self.place[node])
-            todo.append(self.values[node])
-        return self.values[node]
-
-    def _in_order(self, *, reverse: bool = False) -> list[_Value]:
-        return sorted(self.values.values(), key=lambda v: v.place, reverse=reverse)
-
-    def _price(self, host: bool) -> None:
-        for value in self.values.values():
-            mark, call = value.node.meta.get("recompute"), value.call
-            kept = KEPT in value.node.meta.get("custom", ())
-            again = is_repeatable(call) and is_repeatable(value.node) and not ir.is_written(value.node)
-            if again and mark in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
-                value.kinds = ("again",)
-                continue
-            saved = kept or mark in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-            dense = ir.memory_order(ir.value(value.node)) is not None and not ir.is_written(value.node)
-            away = host and not kept and dense and value.bytes >= LEAST
-            value.kinds = ("held", *(["away"] if away else []), *(["again"] if again and not saved else []))
-        for value in self.values.values():
-            readers = [x for x in value.node.users if x not in self.later]
-            value.unwritten = self.fused and is_fused(value.call.target)
-            alone = value.unwritten and all(is_fused(x.target) or is_view(x) for x in readers)
-            value.writing = value.bytes / self.machine.memory if alone else 0.0
-            value.seconds = self._seconds(value)
-
-    def _seconds(self, value: _Value) -> float:
-        """Seconds that it takes to compute a value again; of one of several results, what all of them take."""
-        call, machine = value.call, self.machine
-        if value.unwritten:
-            return 0.5 * value.bytes / machine.memory
-        moved = sum([sizes.nbytes(x) for x in (*call.all_input_nodes, value.node)])
-        found = machine.seconds(estimate.flops_of(call), moved, ir.value(value.node).dtype)
-        c = ir.collective(call)
-        if c is not None and c.op != "shard":
-            found += groups.seconds(c.op, max(value.bytes, sizes.nbytes(c.x)), c.group)
-        return found
-
-    # The program.
-
-    def within(self, memory: int) -> Policy:
+    def within(self, memory: int, spare: int) -> Policy:
         """The policy, as `fitted`."""
-        most = memory * (1 - MARGIN if self.fused else 1.0)
+        most = float(memory - spare)
         best = self._by_places(most) or self._by_price(most)
-        if isinstance(best, Policy):
+        if best is not None:
             return best
+        least = (self.least or 0) + spare
         given = sum([sizes.nbytes(node) for node in self.nodes if node.op == "placeholder"])
         raise ArgumentError(
-            f"a step of at most memory={memory:,} bytes was not found; the smallest that was takes {best:,}, {given:,} "
-            "of these for parameters, states of optimizers and inputs. Give it as much, cut parameters over more "
-            "ranks, or take a smaller batch"
+            f"a step of at most memory={memory:,} bytes was not found; the smallest that was takes {least:,}, "
+            f"{given:,} of these for parameters, states of optimizers and inputs. Give it as much, cut parameters over "
+            "more ranks, or take a smaller batch"
         )
 
     def _by_places(self, most: float) -> Policy | None:
@@ -272,13 +171,13 @@ class _Fitting:
                 others[at] = held.get(at, 0) - sum([v.bytes for v in self._there(chosen, at)])
         return None if best is None else best[1]
 
-    def _by_price(self, most: float) -> Policy | int:
-        """A policy that fits, as bytes that are held cost no more than it takes; or the least bytes, if none does.
+    def _by_price(self, most: float) -> Policy | None:
+        """A policy that fits, as bytes that are held cost no more than it takes; None if none does.
 
         Where peaks are many, those of constraints on some of them give way to others.
         """
         low, high = PRICES
-        found, least = None, 0
+        found = None
         for k in range(STEPS):
             price = high if k == 0 else (low * high) ** 0.5
             with Stage(f"fitting into memory by price, round {k + 1}", inside=True):
@@ -288,15 +187,14 @@ class _Fitting:
             if peak <= most:
                 found, high = policy, price
             elif k == 0:
-                least = peak
                 break
             else:
                 low = price
-        return least if found is None else found
+        return found
 
     def _solved(
         self, others: dict[int, float], memory: float, *, price: float = 0.0
-    ) -> tuple[float, dict[_Value, str]] | None:
+    ) -> tuple[float, dict[Value, str]] | None:
         """The cheapest way for each value that is needed, and what all of them cost.
 
         Args:
@@ -305,11 +203,11 @@ class _Fitting:
             price: seconds that each byte costs that is held, and a thousand that are there only later.
         """
         columns, constraints = Columns(), Rows()
-        which: dict[tuple[_Value, str], int] = {}
+        which: dict[tuple[Value, str], int] = {}
         calls: dict[fx.Node, int] = {}
         traffic: dict[int, float] = {}
         alone = 1 - self.machine.overlap
-        for v in self._in_order():
+        for v in self.values:
             travel = v.bytes / self.machine.host
             for kind in v.kinds:
                 cost = v.bytes * (1e-18 + (1.0 if kind == "held" else 1e-3) * price)  # of equals one that holds less
@@ -326,7 +224,7 @@ class _Fitting:
                     if v.call not in calls:
                         calls[v.call] = columns.add(v.seconds)
                     constraints.add({calls[v.call]: 1.0, which[v, kind]: -1.0}, 0.0, INF)
-        for v in self.values.values():
+        for v in self.values:
             ways = {which[v, kind]: 1.0 for kind in v.kinds}
             constraints.add(ways, 1.0 if v.reads else 0.0, 1.0)
             if "again" in v.kinds:
@@ -349,18 +247,16 @@ class _Fitting:
             return None
         return found.value / COST * whole, {v: kind for (v, kind), k in which.items() if found.x[k] > 0.5}
 
-    def _bytes_at(
-        self, at: int, which: dict[tuple[_Value, str], int], columns: Columns, rows: Rows
-    ) -> dict[int, float]:
+    def _bytes_at(self, at: int, which: dict[tuple[Value, str], int], columns: Columns, rows: Rows) -> dict[int, float]:
         """What values take at a place, beside what they take in the forward anyway: variable -> bytes.
 
         A value that is not held is there from when the backward needs it first until it is read last, be it by what is
         computed of it again.
         """
-        by: dict[_Value, Known] = {}
-        first: dict[_Value, Known] = {}
+        by: dict[Value, Known] = {}
+        first: dict[Value, Known] = {}
         terms: dict[int, float] = {}
-        for v in self._in_order(reverse=True):
+        for v in reversed(self.values):
             again = [(c, which[c, "again"]) for c in v.makes if (c, "again") in which]
             by[v] = _is_needed(any(k <= at for k in v.reads), [(by[c], r) for c, r in again], columns, rows)
             first[v] = _is_new(any(k < at for k in v.reads), [(first[c], r) for c, r in again], columns, rows)
@@ -381,12 +277,12 @@ class _Fitting:
                     rows.add({there: 1.0, **dict.fromkeys(way, -1.0)}, 1.0 - len(way), INF)
         return terms
 
-    def _there(self, chosen: dict[_Value, str], at: int) -> list[_Value]:
+    def _there(self, chosen: dict[Value, str], at: int) -> list[Value]:
         """The values that a solution has at a place, as `_bytes_at`."""
-        found: list[_Value] = []
-        by: dict[_Value, bool] = {}
-        first: dict[_Value, bool] = {}
-        for v in self._in_order(reverse=True):
+        found: list[Value] = []
+        by: dict[Value, bool] = {}
+        first: dict[Value, bool] = {}
+        for v in reversed(self.values):
             again = [c for c in v.makes if chosen.get(c) == "again"]
             by[v] = any(k <= at for k in v.reads) or any(by[c] for c in again)
             first[v] = not any(k < at for k in v.reads) and all(first[c] for c in again)
@@ -406,7 +302,7 @@ class _Fitting:
                 found[node in self.later] += self.machine.seconds(flops, 0.0, torch.float32)
         return found[0], found[1]
 
-    def _policy(self, chosen: dict[_Value, str]) -> Policy:
+    def _policy(self, chosen: dict[Value, str]) -> Policy:
         of = {kind: frozenset([v.node for v, k in chosen.items() if k == kind]) for kind in ("held", "away")}
         return Policy(of["held"], of["away"])
 
@@ -422,6 +318,7 @@ class _Fitting:
         for node, held in zip(after.nodes, after.held):
             at = known.get(node.name, at)
             found[at] = max(found.get(at, 0), after.given + held)
+        self.least = after.peak if self.least is None else min(self.least, after.peak)
         return after.peak, found
 
 
@@ -482,10 +379,4 @@ def applied(
     return found
 
 
-def machine_of(graph: fx.Graph) -> Machine:
-    """What most values of a graph are on, as all ranks know it."""
-    kinds: list[Any] = [x.device.type for n in graph.nodes for x in ir.tensors(n)]
-    return groups.machine("cuda" if kinds.count("cuda") > len(kinds) / 2 else "cpu")
-
-
-__all__ = ["Policy", "applied", "fitted", "machine_of"]
+__all__ = ["Policy", "applied", "fitted"]

@@ -6,12 +6,13 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.mesh.provenance import PARAMETER
-from dtensor.torch_private.partitioning import saved_for_backward
+from dtensor.torch_private.partitioning import hold_between_regions, saved_for_backward
 
 from ..graph import ir
 from ..stages import INFERENCE, Compilation, Pass
 from .again import compute_again, is_repeatable
-from .fitting import applied, fitted, machine_of
+from .fitting import applied, fitted
+from .needed import machine_of
 
 
 class Recompute(Pass):
@@ -48,6 +49,7 @@ class Recompute(Pass):
         memory: bytes that a rank may hold, inputs included; None for no bound.
         finished: as in `dtensor.passes.Compilation`.
         fused: whether a compiler fuses operators.
+        spare: bytes of the memory that are left free.
     """
 
     name = "recompute"
@@ -59,20 +61,22 @@ class Recompute(Pass):
         memory: int | None = None,
         finished: Callable[[fx.Graph], fx.Graph] = lambda graph: graph,
         fused: bool = False,
+        spare: int = 0,
     ) -> None:
-        self.memory, self.finished, self.fused = memory, finished, fused
+        self.memory, self.finished, self.fused, self.spare = memory, finished, fused, spare
 
     def taking(self, compilation: Compilation) -> Pass | None:
         if compilation.graph != INFERENCE or compilation.within:
             return None
-        return Recompute(compilation.memory, compilation.finished, compilation.inner == "inductor")
+        return Recompute(compilation.memory, compilation.finished, compilation.inner == "inductor", compilation.spare)
 
     def __call__(self, graph: fx.Graph) -> int:
         later = {node for node in graph.nodes if ir.in_backward(node)}
         if not later:
             return 0
+        hold_between_regions(graph)
         if self.memory is not None:
-            policy = fitted(graph, later, self.memory, self.finished, fused=self.fused)
+            policy = fitted(graph, later, self.memory, self.finished, fused=self.fused, spare=self.spare)
             return applied(graph, later, policy, machine_of(graph))
         for node in graph.nodes:
             if node not in later and not is_repeatable(node):

@@ -2,13 +2,14 @@
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import fx
 
 from dtensor.job.groups import group_size
-from dtensor.mesh.provenance import PART, SENT
-from dtensor.torch_private.symbolic_sizes import hint
+from dtensor.mesh.provenance import AGAIN, PART, SENT
+from dtensor.torch_private.symbolic_sizes import hint, is_tangent
 
 from ..graph import ir
 from ..graph.node_order import Before, dependencies, floating, rearrange
@@ -47,6 +48,9 @@ class Schedule(Pass):
     the other of two parallel layers), so that one chain computes while the other communicates. Its operand may itself
     need a wait, for a collective that started earlier than the one waited for here. So chains take turns, two at a time
     where one follows the other in the graph.
+
+    A collective of what the backward computes again overtakes only the one before it: the further it and what it needs
+    were ahead, the more memory would be held that computing again is to save.
 
     A collective that needs only inputs, such as the gather of a parameter, could start immediately but would then hold
     memory. It is prefetched one ahead, in the order of need: it starts when the one needed before it is waited for.
@@ -144,6 +148,8 @@ class _Facts:
             needs.
         then: starts -> the starts whose operands are computed from their results.
         anchors: the computations.
+        again: the starts that send what the backward computes again.
+        following: starts of computed tensors -> the next of them in the given order.
     """
 
     def __init__(self, nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node]) -> None:
@@ -155,6 +161,11 @@ class _Facts:
         self.behind = _behind(nodes, before, self.computed)
         self.then = _then(nodes, self.behind, {start for starts in self.next.values() for start in starts})
         self.anchors = [node for node in nodes if node not in floats and node.op != "output"]
+        starts = [node for node in nodes if _is_plain(node) and self.computed[node]]
+        self.following = dict(pairwise(starts))
+        gradients = _gradients(nodes, before, floats)
+        half = any(is_tangent(node) for node in gradients)
+        self.again = {s for s in starts if s not in gradients and (half or ir.in_backward(s))}
 
 
 class _Walk:
@@ -168,6 +179,7 @@ class _Walk:
         self.nodes, self.before, self.ahead = facts.nodes, facts.before, ahead
         self.place, self.needed, self.computed = facts.place, facts.needed, facts.computed
         self.next, self.anchors, self.behind, self.then = facts.next, facts.anchors, facts.behind, facts.then
+        self.again, self.following = facts.again, facts.following
         self.ready: set[fx.Node] = set()
         self.filled, self.passed = 0, list[fx.Node]()
         self.order: dict[fx.Node, int] = {}
@@ -243,7 +255,9 @@ class _Walk:
     def overtake(self, start: fx.Node) -> None:
         """Place before the wait for `start` the first start that needs nothing sent after it, if there is room."""
         for other in sorted(self.ready, key=self.place.__getitem__):
-            if other in self.wanted or not self.comes_before(other, start):
+            if other in self.wanted or (other in self.again and self.following.get(start) is not other):
+                continue
+            if not self.comes_before(other, start):
                 continue
             flying = [x for x in self.like(other) if x is not start and _wait_of(x) not in self.behind[other]]
             gathered = [x for x in self.missing(other) if x.target is ir.WAIT and not self.computed[x]]
@@ -357,6 +371,16 @@ def _then(
         if _is_plain(node) and node not in sent_on and len(behind[node]) <= CHAINED:
             for wait in behind[node]:
                 found.setdefault(wait.all_input_nodes[0], []).append(node)
+    return found
+
+
+def _gradients(nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node]) -> set[fx.Node]:
+    """The nodes that depend on gradients. What a backward computes and moves of other values it computes again."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        own = ir.in_backward(node) and node not in floats and AGAIN not in node.meta
+        if own or (node.op == "placeholder" and is_tangent(node)) or any(x in found for x in before[node]):
+            found.add(node)
     return found
 
 

@@ -1,9 +1,11 @@
 """Bytes that a graph holds: when they are made, how long they stay, and what a compiler never writes."""
 
+import pytest
 import torch
 
 from dtensor.comm.host_memory import from_host_start, to_host
 from dtensor.passes.graph.lifetimes import Lifetimes
+from dtensor.passes.graph.node_order import rearrange
 
 X = 4 * 8 * 8  # bytes of a matrix
 
@@ -26,25 +28,57 @@ def test_a_value_is_held_from_its_maker_to_its_last_reader(bench):
     assert (given, peak) == (1, 4)
 
 
-def test_a_view_keeps_the_memory_it_looks_at(bench):
-    def f(x):
-        a = (x @ x).t()
-        b = x @ x
-        return a @ b
+def view(x):
+    a = (x @ x).t()
+    b = x @ x
+    return a @ b
 
+
+def one_of_two_results(x):
+    q, r = torch.linalg.qr(x)
+    del r
+    a = q @ q
+    return a @ a
+
+
+@pytest.mark.parametrize("f", [view, one_of_two_results])
+def test_memory_is_held_by_what_looks_at_it(bench, f):
     rows, _, _ = held(bench, f, (8, 8))
     assert rows["mm_1"] == 2
 
 
-def test_results_of_one_call_are_held_one_by_one(bench):
+def test_results_are_held_until_the_last_is_taken_out(bench):
     def f(x):
         q, r = torch.linalg.qr(x)
-        del r
         a = q @ q
-        return a @ a
+        b = a @ a
+        return b @ r
 
-    rows, _, _ = held(bench, f, (8, 8))
-    assert rows["mm_1"] == 2
+    def at(graph, name):
+        found = Lifetimes(graph, fused=False)
+        return next(held / X for node, held in zip(found.nodes, found.held) if node.name == name)
+
+    graph = bench.trace(f, (8, 8)).graph
+    assert at(graph, "mm_1") == 3
+    last, first = (next(n for n in graph.nodes if n.name == name) for name in ("mm_2", "getitem_1"))
+    last.prepend(first)
+    assert at(graph, "linalg_qr") == 2, "both are there from the call on"
+    assert at(graph, "mm_1") == 4, "q as well, which nothing reads any more"
+    rearrange(graph, list(graph.nodes))
+    assert at(graph, "mm_1") == 3
+
+
+def test_a_reduction_is_written(bench):
+    """What it reduces would have to wait for what reads it."""
+
+    def f(x):
+        a = (x @ x).exp()
+        b = a.sum()
+        c = x @ x
+        return (c @ c) + b
+
+    rows, _, _ = held(bench, f, (8, 8), fused=True)
+    assert rows["mm_2"] == 2 + 4 / X
 
 
 def test_parts_of_a_split_are_views(bench):

@@ -54,9 +54,9 @@ return %wait_tensor, %wait_tensor_1""",
 %wait_tensor: f32[12] = _c10d_functional.wait_tensor(%all_reduce)
 %split_with_sizes: (f32[8], f32[4]) = aten.split_with_sizes(%wait_tensor, [8, 4], 0)
 %getitem: f32[8] = getitem(%split_with_sizes, 0)
+%getitem_1: f32[4] = getitem(%split_with_sizes, 1)
 %clone: f32[8] = aten.clone(%getitem, memory_format=contiguous_format)
 %view_2: f32[4,2] = aten.view(%clone, [4, 2])
-%getitem_1: f32[4] = getitem(%split_with_sizes, 1)
 %clone_1: f32[4] = aten.clone(%getitem_1, memory_format=contiguous_format)
 %view_3: f32[4] = aten.view(%clone_1, [4])
 return %view_2, %view_3""",

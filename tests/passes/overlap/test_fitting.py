@@ -153,7 +153,7 @@ def cost(find, chosen):
 
 def policies(find):
     """All policies of a graph, with their costs."""
-    values = find._in_order()
+    values = find.values
     for kinds in itertools.product(*[[*v.kinds, None] for v in values]):
         chosen = {v: k for v, k in zip(values, kinds) if k is not None}
         known = all(v in chosen for v in values if v.reads)

@@ -5,7 +5,7 @@ from expecttest import assert_expected_inline
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.comm.collectives import ops
-from dtensor.mesh.provenance import PARAMETER
+from dtensor.mesh.provenance import AGAIN, PARAMETER
 from dtensor.passes import Recompute, Regather
 from dtensor.torch_private.partitioning import tag_backward
 
@@ -100,3 +100,22 @@ def test_what_follows_the_backward_belongs_to_it(bench):
     """An optimizer's values that depend on no gradient are not held from the forward on."""
     gm = whole(bench, lambda w, x: (w.mul(0.5) - (x @ w).sum().sin() * x).relu(), (4, 4), (4, 4))
     assert not [n for n in gm.graph.nodes if n.name == "relu" and "partitioner_tag" not in n.meta]
+
+
+def test_what_a_checkpointed_region_hands_on_is_held(bench):
+    """Otherwise the backward of the last region would compute all of them again, and hold that."""
+
+    def f(w, x):
+        for _ in range(3):
+            x = (x @ w).relu() @ w
+        return x.sin() @ x @ x
+
+    gm = whole(bench, f, (4, 4), (4, 4))
+    forward = [n for n in gm.graph.nodes if n.op == "call_function" and n.meta.get("partitioner_tag") != "is_backward"]
+    for k, node in enumerate(forward):
+        node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.PREFER_RECOMPUTE, k // 3
+    assert [n.name for n in forward][2::3] == ["mm_1", "mm_3", "mm_5"]
+    assert bench.apply(Recompute(), gm)
+    again = [n for n in gm.graph.nodes if AGAIN in n.meta]
+    assert [n.name for n in again] == ["mm_8", "relu_3", "mm_9"]
+    assert again[0].args[0].name == "mm_3"
