@@ -43,6 +43,8 @@ class Regather(Pass):
     first, and the others are marked. A symbolic size counts with its example value. Bytes are those of the rank that
     holds most, so that all ranks decide the same.
 
+    It does not run where a whole step has a bound on memory, by which `recompute` decides on gathers with all else.
+
     Decisions of activation checkpointing are respected: nodes inside its regions are left alone, and so are gathers
     that the program annotates as kept (`dtensor.comm.collectives.KEPT`). But a result of a region that communicates is
     saved if the forward outside of any region reads it, as in eager mode: the partitioner would otherwise repeat the

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.exc import RestartAnalysis, TensorifyScalarRestartAnalysis
 
+from bench.counting import counting_ranks
 from dtensor import AgreementError, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.job.collective_order import alike, mark
 from dtensor.job.groups import all_calls, calls_on
@@ -25,6 +26,14 @@ def test_a_failure_is_raised_once_by_each(rank):
         with pytest.raises(AgreementError, match="rank 1 failed while it computed: KeyError: 'a key'"):
             here.check()
     here.check()
+
+
+def test_ranks_that_do_not_exist_do_not_hide_an_error():
+    """Nobody can be told of it."""
+    with counting_ranks(2):
+        assert job() is not None
+        with pytest.raises(KeyError, match="a key"), failure_told("computed"):
+            raise KeyError("a key")
 
 
 @with_ranks(2)

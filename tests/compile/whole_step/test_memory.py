@@ -4,9 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dtensor.compile
 from bench.cases.memory import allocated
+from bench.counting import counting_ranks
+from bench.sides import forget
 from dtensor import DTensor, init_device_mesh
 from dtensor.errors import ArgumentError, ArgumentTypeError, ShardingError
 from dtensor.parallel import clip_grad_norm_, fully_shard
@@ -26,19 +29,27 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def made(mesh, width=WIDTH):
+class Checkpointed(Block):
+    """Its backward computes all of it again."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def made(mesh, width=WIDTH, block=Block):
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block(width) for _ in range(3)])
+    model = nn.Sequential(*[block(width) for _ in range(3)])
     for block in model:
         fully_shard(block, mesh)
     fully_shard(model, mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def training(model, optimizer):
+def training(model, optimizer, parts=1):
     def step(x):
-        loss = model(x).pow(2).mean()
-        loss.backward()
+        for part in x.chunk(parts):
+            loss = model(part).pow(2).mean()
+            loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -57,10 +68,10 @@ def between_steps(model, optimizer, x):
     return sum([local(t).nbytes for t in (*model.parameters(), *states, x)])
 
 
-def run(mesh, batches, compiled=None):
+def run(mesh, batches, compiled=None, block=Block, parts=1):
     """Parameters after steps on all batches, and the bytes that the last one holds at its peak."""
-    model, optimizer = made(mesh)
-    step = training(model, optimizer)
+    model, optimizer = made(mesh, block=block)
+    step = training(model, optimizer, parts)
     if compiled is not None:
         torch.compiler.reset()
         step = dtensor.compile.step(step, **compiled)
@@ -98,6 +109,43 @@ def test_a_step_within_all_bounds(rank):
 @with_ranks(2, timeout=600)
 def test_a_step_under_inductor_holds_no_more_than_it_may(rank):
     numbers_and_bytes(rank, {}, (0.95,), 1.0)
+
+
+OTHERWISE = {
+    "checkpointed": {"block": Checkpointed, "rows": (ROWS,) * 3},
+    "in two parts": {"parts": 2, "rows": (ROWS,) * 3},
+    "of more rows": {"rows": (ROWS // 2, ROWS // 4, ROWS // 2, ROWS)},
+}
+"""Steps that hold memory otherwise: the last compiled for fewer rows than it is given."""
+
+
+def held_within(inner, part, rows, parts=1, block=Block):
+    """The bytes that a step holds with a bound, and the bound: a part of what plain blocks hold without one."""
+    options = {"inner": inner, "agreement": False}
+    batches = [torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(n)) for n in rows]
+    with counting_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        forget()
+        _, free = run(mesh, batches, {"options": options}, parts=parts)
+        forget()
+        memory = int(part * free)
+        return run(mesh, batches, {"memory": memory, "options": options}, block, parts)[1], memory
+
+
+@pytest.mark.parametrize(
+    "how", ["checkpointed", "of more rows", pytest.param("in two parts", marks=pytest.mark.nightly)]
+)
+def test_bounds_hold_for_other_steps(how):
+    held, memory = held_within("aot_eager", 0.8, **OTHERWISE[how])
+    assert held <= memory * 1.001
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", [0.95, 0.85])
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_bounds_hold_for_other_steps_under_inductor(how, part):
+    held, memory = held_within("inductor", part, **OTHERWISE[how])
+    assert held <= memory * 1.001
 
 
 @with_ranks(2, timeout=240)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
+from dtensor.mesh.provenance import AGAIN
 from dtensor.passes import Lower, Schedule
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.node_order import dependencies, is_effect
@@ -173,6 +174,28 @@ def test_gathers_in_two_steps_wait_for_the_first(bench):
     gm = lowered(bench, f, (4, 4), (2, 2))
     bench.apply(Schedule(), gm)
     assert_expected_inline(short(gm), "start_w mm wait_w start_wait_tensor wait_wait_tensor cat mm_1")
+
+
+@pytest.mark.parametrize("what", ["computed again", "of gradients"])
+def test_what_is_computed_again_waits_for_its_turn(bench, what):
+    """It depends on nothing that comes before it, and could start in the forward, which would hold it until then."""
+
+    def f(x, w, y):
+        for _ in range(3):
+            x = ops.all_reduce((x @ w).sigmoid(), "sum", bench.tp).relu()
+        x = ops.all_reduce((x.sin() @ w).tanh(), "sum", bench.tp).relu()
+        return x * ops.all_reduce(y.cos(), "sum", bench.tp).relu()
+
+    gm = lowered(bench, f, (4, 4), (4, 4), (4, 4))
+    nodes = list(gm.graph.nodes)
+    for node in nodes[next(k for k, n in enumerate(nodes) if "sin" in n.name) :]:
+        node.meta["partitioner_tag"] = "is_backward"
+        if what == "computed again" and "cos" in [node.name, *[x.name for x in node.all_input_nodes]]:
+            node.meta[AGAIN] = True
+    bench.apply(Schedule(), gm)
+    words = short(gm).split()
+    first = "wait_tanh" if what == "computed again" else "wait_sigmoid"
+    assert words.index("start_cos") == words.index(first) - 1
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
