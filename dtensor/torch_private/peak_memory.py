@@ -23,7 +23,9 @@ def estimate_memory_as_generated() -> None:
     """Make Inductor estimate the peak of an order of kernels as its code will have it.
 
     Kernels write the parts of a concatenation straight into it, so that all of it is allocated before the first one.
-    Inductor counts it when the last part is there, and until then each part as memory of its own. On a CPU, generated
+    Inductor counts it when the last part is there, and until then each part as memory of its own. What a fused kernel
+    alone reads is never written, and what it writes takes the memory of what it reads last, where that has the same
+    size; Inductor counts both. On a CPU, generated
     kernels that follow each other are called as one, before which everything is allocated that they write, and after
     which everything is freed; Inductor counts them one by one. So it took orders for better that are worse, with
     gradients that were put into buckets early.
@@ -44,7 +46,8 @@ def estimate_memory_as_generated() -> None:
     @functools.wraps(timeline_of)
     def compute_memory_timeline(nodes: list[Any], *args: Any, **kwargs: Any) -> Any:
         infos, *rest = timeline_of(nodes, *args, **kwargs)
-        return _by_calls(_from_the_first_part(infos), _calls(nodes)), *rest
+        calls = _calls(nodes)
+        return _by_calls(_within_kernels(_from_the_first_part(infos), nodes, calls), calls), *rest
 
     memory.compute_size_for_scheduler_buffer = compute_size_for_scheduler_buffer
     memory.compute_memory_timeline = compute_memory_timeline
@@ -174,6 +177,49 @@ def _from_the_first_part(infos: Sequence[Any]) -> list[Any]:
             end = -1 if -1 in ends else max(ends)
             info = replace(info, size_alloc=info.size_free, start_step=start, end_step=end)
         found.append(info)
+    return found
+
+
+def _within_kernels(infos: Sequence[Any], nodes: Sequence[Any], calls: Sequence[tuple[int, int]]) -> list[Any]:
+    """Lifetimes of buffers, of which those within a kernel take nothing, and some begin in the memory of others."""
+    found = {info.buffer.get_name(): info for info in infos}
+    steps = {part.get_name(): step for step, node in enumerate(nodes) for part in node.get_nodes()}
+    for step, node in enumerate(nodes):
+        parts = () if node.is_extern() or node.is_template() else node.get_nodes()
+        for part in parts:
+            for name in [b.get_name() for b in part.get_outputs()]:
+                made = found.get(name)
+                if made is None or not made.size_alloc or made.start_step != step:
+                    continue
+                if made.end_step == step and len(parts) > 1:
+                    found[name] = replace(made, size_alloc=0, size_free=0)
+                    continue
+                fitting = [x for x in _read_last(part, found, steps, calls[step]) if x.size_free == made.size_alloc]
+                given = next((x for x in fitting if x.buffer.node.get_dtype() == made.buffer.node.get_dtype()), None)
+                if given is not None:
+                    found[name] = replace(made, size_alloc=0)
+                    found[given.buffer.get_name()] = replace(given, size_free=0)
+    return list(found.values())
+
+
+def _read_last(part: Any, infos: dict[str, Any], steps: dict[str, int], call: tuple[int, int]) -> list[Any]:
+    """What a part of a kernel may write over: what nothing reads but that part, at one place only, and what ran before
+    its call (`SchedulerNode.decide_inplace_update`)."""
+    from torch._inductor.virtualized import V
+
+    found = list[Any]()
+    step, kernel = steps[part.get_name()], part.scheduler.get_fused_node(part).get_nodes()
+    for info in [infos[dep.name] for dep in part.read_writes.reads if dep.name in infos]:
+        users = getattr(info.buffer, "users", ())
+        left = [u for u in users if steps.get(u.node.get_name(), step) >= call[0]]
+        left = [u for u in left if u.node.get_name() not in part.ancestors]
+        name = info.buffer.get_name()
+        at = {dep for x in kernel for dep in x.read_writes.reads_and_writes() if dep.name == name}
+        if name in V.graph.never_reuse_buffers or info.buffer.node.get_inputs_that_alias_output():
+            continue
+        once = len(left) == 1 and left[0].node is part and left[0].can_inplace and len(at) == 1
+        if once and info.start_step < step == info.end_step:
+            found.append(info)
     return found
 
 

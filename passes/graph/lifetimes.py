@@ -121,7 +121,7 @@ def _made(node: fx.Node) -> int:
     if isinstance(ir.value(node), torch.Tensor):
         return sizes.nbytes(node)
     results: Any = ir.value(node) if isinstance(ir.value(node), (tuple, list)) else ()
-    taken = {user.args[1] for user in node.users}
+    taken: list[Any] = [user.args[1] for user in node.users]
     left = [x for k, x in enumerate(results) if k not in taken and isinstance(x, torch.Tensor)]
     return sum(map(estimate.bytes_of, left))
 
