@@ -181,11 +181,17 @@ def _from_the_first_part(infos: Sequence[Any]) -> list[Any]:
 
 
 def _within_kernels(infos: Sequence[Any], nodes: Sequence[Any], calls: Sequence[tuple[int, int]]) -> list[Any]:
-    """Lifetimes of buffers, of which those within a kernel take nothing, and some begin in the memory of others."""
+    """Lifetimes of buffers, of which those within a kernel take nothing, and some begin in the memory of others.
+
+    Not so where kernels for a CPU share their outer loops only: these write nothing in place.
+    """
+    from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode as OuterLoops
+
     found = {info.buffer.get_name(): info for info in infos}
     steps = {part.get_name(): step for step, node in enumerate(nodes) for part in node.get_nodes()}
     for step, node in enumerate(nodes):
-        parts = () if node.is_extern() or node.is_template() else node.get_nodes()
+        apart = node.is_extern() or node.is_template() or isinstance(node, OuterLoops)
+        parts = () if apart else node.get_nodes()
         for part in parts:
             for name in [b.get_name() for b in part.get_outputs()]:
                 made = found.get(name)
@@ -210,15 +216,15 @@ def _read_last(part: Any, infos: dict[str, Any], steps: dict[str, int], call: tu
     found = list[Any]()
     step, kernel = steps[part.get_name()], part.scheduler.get_fused_node(part).get_nodes()
     for info in [infos[dep.name] for dep in part.read_writes.reads if dep.name in infos]:
-        users = getattr(info.buffer, "users", ())
-        left = [u for u in users if steps.get(u.node.get_name(), step) >= call[0]]
-        left = [u for u in left if u.node.get_name() not in part.ancestors]
-        name = info.buffer.get_name()
-        at = {dep for x in kernel for dep in x.read_writes.reads_and_writes() if dep.name == name}
-        if name in V.graph.never_reuse_buffers or info.buffer.node.get_inputs_that_alias_output():
+        name, node = info.buffer.get_name(), getattr(info.buffer, "node", None)  # inputs have none
+        if node is None or name in V.graph.never_reuse_buffers or node.get_inputs_that_alias_output():
             continue
-        once = len(left) == 1 and left[0].node is part and left[0].can_inplace and len(at) == 1
-        if once and info.start_step < step == info.end_step:
+        left = [u for u in info.buffer.users if steps.get(u.node.get_name(), step) >= call[0]]
+        left = [u for u in left if u.node.get_name() not in part.ancestors]
+        once = len(left) == 1 and left[0].node is part and left[0].can_inplace
+        if not once or not info.start_step < step == info.end_step:
+            continue
+        if len({dep for x in kernel for dep in x.read_writes.reads_and_writes() if dep.name == name}) == 1:
             found.append(info)
     return found
 
