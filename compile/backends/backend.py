@@ -116,7 +116,7 @@ def _within_memory(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> 
     # What is left to the kernels: with `low` they held more than they may, with `high` no graph was found.
     spare, low, high = 0, 0, None
     least: int | None = None
-    for _ in range(TURNS):
+    for turn in range(TURNS):
         bound = Bound(chosen.memory)
         try:
             with bounded(bound), sparing(spare):
@@ -124,7 +124,7 @@ def _within_memory(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> 
         except HeldMore as error:
             held = bound.given + error.bytes
             least, low = held if least is None else min(held, least), spare
-            spare = low + held - chosen.memory
+            spare = low + (held - chosen.memory) * 2**turn
         except ArgumentError:
             if least is None:
                 raise
