@@ -60,17 +60,20 @@ class Passes(JointPasses):
             lower_as_collective(start)
         sizes_defined_by(torch.ops.dtensor.local_length.default, local_lengths)
         estimate_memory_as_generated()
-        keep_apart(_when, frozenset(("again", "early")))
+        keep_apart(_computes_again, _computes_early)
         bound = current_bound()
         if bound is not None and not is_within():
             bound.given = sum([sizes.nbytes(x) for x in graph.find_nodes(op="placeholder")])
         optimise(graph, self.options, inference=is_inference, within=is_within())
 
 
-def _when(node: fx.Node) -> str | None:
-    """When a whole step computes a node: "early", or "again" what it has computed early. Both in one kernel would be
-    early, and held from there on."""
-    return "again" if AGAIN in node.meta else None if ir.in_backward(node) else "early"
+def _computes_again(node: fx.Node) -> bool:
+    """Whether a whole step computes there what it has computed early; in one kernel with that it would be held."""
+    return AGAIN in node.meta
+
+
+def _computes_early(node: fx.Node) -> bool:
+    return AGAIN not in node.meta and not ir.in_backward(node)
 
 
 def record_only(graph: fx.Graph, is_inference: bool) -> None:

@@ -1,5 +1,5 @@
-"""Private APIs of Inductor's estimate of peak memory, by which it orders kernels. See `core`, which checks the version
-of torch."""
+"""Private APIs of Inductor's estimate of peak memory, by which it orders and fuses kernels: made true, and held against
+a bound. See `core`, which checks the version of torch."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -25,10 +26,9 @@ def estimate_memory_as_generated() -> None:
     Kernels write the parts of a concatenation straight into it, so that all of it is allocated before the first one.
     Inductor counts it when the last part is there, and until then each part as memory of its own. What a fused kernel
     alone reads is never written, and what it writes takes the memory of what it reads last, where that has the same
-    size; Inductor counts both. On a CPU, generated
-    kernels that follow each other are called as one, before which everything is allocated that they write, and after
-    which everything is freed; Inductor counts them one by one. So it took orders for better that are worse, with
-    gradients that were put into buckets early.
+    size; Inductor counts both. On a CPU, generated kernels that follow each other are called as one, before which
+    everything is allocated that they write, and after which everything is freed; Inductor counts them one by one. So
+    it took orders for better that are worse, with gradients that were put into buckets early.
     """
     from torch._inductor import memory
 
@@ -87,7 +87,7 @@ def current_bound() -> Bound | None:
 
 
 @contextmanager
-def bounded(bound: Bound | None) -> Iterator[None]:
+def bounded(bound: Bound) -> Iterator[None]:
     """Context in which Inductor's estimate of an order of kernels has to keep a bound.
 
     Raises:
@@ -125,24 +125,27 @@ def _check_orders() -> None:
 
 
 @functools.cache
-def keep_apart(kind: Callable[[torch.fx.Node], str | None], pair: frozenset[str]) -> None:
-    """Keep Inductor from fusing kernels of two kinds, as if that held more memory.
-
-    Args:
-        kind: the kind of a node, of which a kernel has that of any of its nodes.
-        pair: the two kinds; a kernel that has both is of the one that sorts first.
-    """
+def keep_apart(is_late: Callable[[torch.fx.Node], bool], is_early: Callable[[torch.fx.Node], bool]) -> None:
+    """Keep Inductor from fusing kernels that compute something late with those that compute nothing late, but something
+    early, as if that held more memory."""
     from torch._inductor.scheduler import Scheduler
 
     increases = Scheduler.can_fusion_increase_peak_memory
+    known: WeakKeyDictionary[Any, tuple[bool, bool]] = WeakKeyDictionary()
 
-    def of(kernel: Any) -> str | None:
-        found = {kind(x) for part in kernel.get_nodes() for x in getattr(part.node, "origins", ())}
-        return min(pair & found, default=None)
+    def of(kernel: Any) -> tuple[bool, bool]:
+        for part in kernel.get_nodes():
+            if part not in known:
+                nodes = getattr(part.node, "origins", ())
+                known[part] = any(map(is_late, nodes)), any(map(is_early, nodes))
+        return any(known[part][0] for part in kernel.get_nodes()), any(known[part][1] for part in kernel.get_nodes())
 
     @functools.wraps(increases)
     def can_fusion_increase_peak_memory(self: Any, node1: Any, node2: Any) -> bool:
-        return increases(self, node1, node2) or {of(node1), of(node2)} == pair
+        if increases(self, node1, node2):
+            return True
+        (late1, early1), (late2, early2) = of(node1), of(node2)
+        return late1 != late2 and (early2 if late1 else early1)
 
     Scheduler.can_fusion_increase_peak_memory = can_fusion_increase_peak_memory
 

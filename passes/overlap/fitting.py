@@ -93,16 +93,15 @@ def fitted(
             f"differ in size, as those of {place(uneven) or 'a parameter or input'} do; make what is cut a multiple of "
             "the ranks (pad a vocabulary, for instance), or leave memory= out"
         )
-    found = _Fitting(graph, later, finished, fused, host).within(memory, spare)
     _hold_sizes(graph, memory)
-    return found
+    return _Fitting(graph, later, finished, fused, host).within(memory, spare)
 
 
 def _hold_sizes(graph: fx.Graph, memory: int) -> None:
     """Let larger inputs be compiled anew, as with them a step would hold more than was counted."""
     for node in graph.nodes:
-        sizes_ = [n for x in ir.tensors(node) for n in x.shape] + [ir.value(node)]
-        for size in [n for n in sizes_ if isinstance(n, torch.SymInt)]:
+        lengths = [n for x in ir.tensors(node) for n in x.shape]
+        for size in [n for n in [ir.value(node), *lengths] if isinstance(n, torch.SymInt)]:
             if not has_hint(size):
                 raise UnsupportedError(
                     f"memory={memory:,}: what a step holds is not known before it runs, as {place(node) or node.name} "
